@@ -1,0 +1,245 @@
+"""Between protobuf messages and the value types. Checks what comes from the wire."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from emberkv_proto.errors import InvalidRequestError
+from emberkv_proto.events import (
+    BlocksRemoved,
+    BlocksStored,
+    Event,
+    EventBatch,
+    SnapshotPage,
+    TierCleared,
+)
+from emberkv_proto.types import (
+    BLOCK_HASH_BYTES,
+    NAMESPACE_ID_BYTES,
+    BlockHash,
+    EngineInfo,
+    Incarnation,
+    NamespaceId,
+    NodeHit,
+    NodeId,
+    NodeReport,
+    Seq,
+    Tier,
+    TierDigest,
+)
+from emberkv_proto.v1 import common_pb2, index_pb2
+from emberkv_proto.wire import MAX_BLOCKS_PER_CALL
+
+U64 = np.dtype("<u8")
+MAX_KEYS_PER_MESSAGE = 1 << 20
+
+
+def hashes_to_wire(hashes: Iterable[BlockHash]) -> bytes:
+    return b"".join(hashes)
+
+
+def hashes_from_wire(packed: bytes) -> list[BlockHash]:
+    """Raises InvalidRequestError on a length that is no multiple of 32, or over the limit."""
+    count, rest = divmod(len(packed), BLOCK_HASH_BYTES)
+    if rest or count > MAX_BLOCKS_PER_CALL:
+        raise InvalidRequestError(
+            f"hashes has {len(packed)} bytes; wanted 32 for each of at most {MAX_BLOCKS_PER_CALL}"
+        )
+    return [BlockHash(packed[i : i + 32]) for i in range(0, len(packed), 32)]
+
+
+def parent_from_wire(packed: bytes) -> BlockHash | None:
+    if packed and len(packed) != BLOCK_HASH_BYTES:
+        raise InvalidRequestError(f"parent has {len(packed)} bytes; wanted 32, or none")
+    return BlockHash(packed) if packed else None
+
+
+def u64s_to_wire(values: Sequence[int] | npt.NDArray[np.uint64]) -> bytes:
+    return np.asarray(values, dtype=U64).tobytes()
+
+
+def u64s_from_wire(packed: bytes) -> list[int]:
+    """Raises InvalidRequestError on a length that is no multiple of 8."""
+    if len(packed) % 8:
+        raise InvalidRequestError(f"packed u64 field has {len(packed)} bytes")
+    values: list[int] = np.frombuffer(packed, dtype=U64).tolist()
+    return values
+
+
+def keys_from_wire(packed: bytes) -> npt.NDArray[np.uint64]:
+    """Raises InvalidRequestError on a broken length, too many keys, or the reserved key 0."""
+    if len(packed) % 8 or len(packed) // 8 > MAX_KEYS_PER_MESSAGE:
+        raise InvalidRequestError(f"keys has {len(packed)} bytes; wanted 8 for each key")
+    keys = np.frombuffer(packed, dtype=U64)
+    if keys.size and not keys.all():
+        raise InvalidRequestError("index key 0 is reserved")
+    return keys
+
+
+def tier_from_wire(value: int) -> Tier:
+    try:
+        return Tier(value)
+    except ValueError:
+        raise InvalidRequestError(f"tier {value} is unknown") from None
+
+
+def namespace_id_from_wire(packed: bytes) -> NamespaceId:
+    if len(packed) != NAMESPACE_ID_BYTES:
+        raise InvalidRequestError(f"namespace id has {len(packed)} bytes; wanted 16")
+    return NamespaceId(packed)
+
+
+def engine_to_wire(engine: EngineInfo) -> common_pb2.EngineInfo:
+    return common_pb2.EngineInfo(
+        engine_id=engine.engine_id,
+        url=engine.url,
+        model=engine.model,
+        role=engine.role,
+        dp_rank=engine.dp_rank,
+        namespace_id=engine.namespace_id,
+        block_tokens=engine.block_tokens,
+    )
+
+
+def engine_from_wire(message: common_pb2.EngineInfo) -> EngineInfo:
+    return EngineInfo(
+        engine_id=message.engine_id,
+        url=message.url,
+        model=message.model,
+        namespace_id=namespace_id_from_wire(message.namespace_id),
+        block_tokens=message.block_tokens,
+        role=message.role or "both",
+        dp_rank=message.dp_rank,
+    )
+
+
+def event_to_wire(event: Event) -> index_pb2.Event:
+    match event:
+        case BlocksStored(tier, keys):
+            stored = index_pb2.BlocksStored(tier=int(tier), keys=u64s_to_wire(keys))  # type: ignore[arg-type]
+            return index_pb2.Event(stored=stored)
+        case BlocksRemoved(tier, keys):
+            removed = index_pb2.BlocksRemoved(tier=int(tier), keys=u64s_to_wire(keys))  # type: ignore[arg-type]
+            return index_pb2.Event(removed=removed)
+        case TierCleared(tier):
+            return index_pb2.Event(cleared=index_pb2.TierCleared(tier=int(tier)))  # type: ignore[arg-type]
+
+
+def event_from_wire(message: index_pb2.Event) -> Event:
+    match message.WhichOneof("kind"):
+        case "stored":
+            stored = message.stored
+            return BlocksStored(tier_from_wire(stored.tier), keys_from_wire(stored.keys))
+        case "removed":
+            removed = message.removed
+            return BlocksRemoved(tier_from_wire(removed.tier), keys_from_wire(removed.keys))
+        case "cleared":
+            return TierCleared(tier_from_wire(message.cleared.tier))
+        case kind:
+            raise InvalidRequestError(f"event of kind {kind} is unknown")
+
+
+def batch_to_wire(batch: EventBatch) -> index_pb2.EventBatch:
+    return index_pb2.EventBatch(
+        node_id=batch.node_id,
+        incarnation=batch.incarnation,
+        seq_first=batch.seq_first,
+        events=[event_to_wire(event) for event in batch.events],
+        sent_unix_seconds=batch.sent_unix_seconds,
+    )
+
+
+def batch_from_wire(message: index_pb2.EventBatch) -> EventBatch:
+    return EventBatch(
+        NodeId(message.node_id),
+        Incarnation(message.incarnation),
+        Seq(message.seq_first),
+        tuple(event_from_wire(event) for event in message.events),
+        message.sent_unix_seconds,
+    )
+
+
+def page_to_wire(page: SnapshotPage) -> index_pb2.SnapshotPage:
+    return index_pb2.SnapshotPage(
+        node_id=page.node_id,
+        incarnation=page.incarnation,
+        seq=page.seq,
+        tier=int(page.tier),  # type: ignore[arg-type]
+        keys=u64s_to_wire(page.keys),
+        is_last=page.is_last,
+    )
+
+
+def page_from_wire(message: index_pb2.SnapshotPage) -> SnapshotPage:
+    return SnapshotPage(
+        NodeId(message.node_id),
+        Incarnation(message.incarnation),
+        Seq(message.seq),
+        tier_from_wire(message.tier),
+        keys_from_wire(message.keys),
+        message.is_last,
+    )
+
+
+def digest_to_wire(digest: TierDigest) -> index_pb2.TierDigest:
+    return index_pb2.TierDigest(
+        tier=int(digest.tier),  # type: ignore[arg-type]
+        blocks=digest.blocks,
+        xor=digest.xor,
+        capacity_bytes=digest.capacity_bytes,
+        used_bytes=digest.used_bytes,
+    )
+
+
+def digest_from_wire(message: index_pb2.TierDigest) -> TierDigest:
+    return TierDigest(
+        tier_from_wire(message.tier),
+        message.blocks,
+        message.xor,
+        message.capacity_bytes,
+        message.used_bytes,
+    )
+
+
+def report_to_wire(report: NodeReport) -> index_pb2.NodeReport:
+    return index_pb2.NodeReport(
+        node_id=report.node_id,
+        incarnation=report.incarnation,
+        seq=report.seq,
+        state=report.state,
+        tiers=[digest_to_wire(digest) for digest in report.tiers],
+        engines=[engine_to_wire(engine) for engine in report.engines],
+        grpc_address=report.grpc_address,
+        sent_unix_seconds=report.sent_unix_seconds,
+    )
+
+
+def report_from_wire(message: index_pb2.NodeReport) -> NodeReport:
+    return NodeReport(
+        NodeId(message.node_id),
+        Incarnation(message.incarnation),
+        Seq(message.seq),
+        message.state,
+        tuple(digest_from_wire(digest) for digest in message.tiers),
+        tuple(engine_from_wire(engine) for engine in message.engines),
+        message.grpc_address,
+        message.sent_unix_seconds,
+    )
+
+
+def hit_to_wire(hit: NodeHit) -> index_pb2.NodeHit:
+    return index_pb2.NodeHit(
+        node_id=hit.node_id,
+        hit_blocks=hit.hit_blocks,
+        dram_blocks=hit.dram_blocks,
+        ssd_blocks=hit.ssd_blocks,
+    )
+
+
+def hit_from_wire(message: index_pb2.NodeHit) -> NodeHit:
+    return NodeHit(
+        NodeId(message.node_id), message.hit_blocks, message.dram_blocks, message.ssd_blocks
+    )

@@ -1,0 +1,115 @@
+"""Value types of the contract. No I/O; everything else imports these.
+
+A block is a fixed run of tokens' KV: all layers of one group, cut into parts, one part for each
+(group, shard). It is visible only when all its parts are committed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import NewType
+
+BlockHash = NewType("BlockHash", bytes)
+"""32-byte chained digest (see `hashing`)."""
+
+IndexKey = NewType("IndexKey", int)
+"""First 8 bytes of a BlockHash, little endian, never 0. Enough to route, never to serve bytes."""
+
+NamespaceId = NewType("NamespaceId", bytes)
+"""First 16 bytes of BLAKE3 over the namespace's canonical JSON."""
+
+NodeId = NewType("NodeId", str)
+Incarnation = NewType("Incarnation", int)
+"""Grows by one at each start of a node's daemon; fences what an earlier life still sends."""
+
+Seq = NewType("Seq", int)
+"""Number of an event within one incarnation; the first is 1."""
+
+PartIndex = NewType("PartIndex", int)
+"""group index * shard count + shard index."""
+
+BLOCK_HASH_BYTES = 32
+NAMESPACE_ID_BYTES = 16
+
+
+class Tier(IntEnum):
+    """Where bytes are, fastest first. Values are the wire's and the index's."""
+
+    HBM = 1
+    DRAM = 2
+    SSD = 3
+
+
+class Source(IntEnum):
+    """Where a read block was when its lease was granted."""
+
+    HBM = 1
+    DRAM = 2
+    SSD = 3
+    PEER = 4
+
+
+class StageState(IntEnum):
+    """What became of one block of a stage call."""
+
+    GRANTED = 0
+    PRESENT = 1
+    IN_PROGRESS = 2
+    NO_SPACE = 3
+
+
+class AcquirePolicy(IntEnum):
+    """How long an acquire may go on bringing blocks into DRAM."""
+
+    BEST_EFFORT = 0
+    TIMEOUT = 1
+    WAIT_COMPLETE = 2
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """An inference engine as it announces itself through its session."""
+
+    engine_id: str
+    url: str
+    model: str
+    namespace_id: NamespaceId
+    block_tokens: int
+    role: str = "both"
+    dp_rank: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TierDigest:
+    """What a node's rows in one tier must add up to."""
+
+    tier: Tier
+    blocks: int
+    xor: int
+    capacity_bytes: int = 0
+    used_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class NodeReport:
+    """A node's heartbeat on its event stream."""
+
+    node_id: NodeId
+    incarnation: Incarnation
+    seq: Seq
+    state: str
+    tiers: tuple[TierDigest, ...]
+    engines: tuple[EngineInfo, ...]
+    grpc_address: str
+    sent_unix_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class NodeHit:
+    """How much of a chain one node holds: its leading blocks, counted at their fastest tier."""
+
+    node_id: NodeId
+    hit_blocks: int
+    dram_blocks: int
+    ssd_blocks: int

@@ -1,0 +1,108 @@
+"""Settings of the store daemon. Sizes in bytes, times in seconds."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from client_sdk.settings import Section, Settings
+
+MIB = 1 << 20
+Bytes = Annotated[int, Field(gt=0)]
+Seconds = Annotated[float, Field(gt=0)]
+Port = Annotated[int, Field(ge=0, le=65535)]
+
+
+class NodeSection(Section):
+    id: str = Field(default_factory=socket.gethostname, min_length=1, max_length=253)
+    """Name of this node in the index; must differ between nodes and stay over restarts."""
+
+
+class DaemonSection(Section):
+    socket_path: Path = Path("/run/emberkv/daemon.sock")
+    """Where engines connect. A path of at most 107 bytes, in a directory only they can enter."""
+    data_dir: Path = Path("/var/lib/emberkv")
+    """Local index (RocksDB), lock file, marker. One daemon per directory."""
+    allowed_uids: tuple[int, ...] = ()
+    """Users that may connect; empty means the daemon's own user only."""
+    grpc_host: str = "127.0.0.1"
+    grpc_port: Port = 7100
+    """For peers, the index and operators. 0 picks a free port."""
+    transport_port: Port = 0
+    """Where peers read blocks over TCP, on grpc_host."""
+    advertised_host: str = ""
+    """Host that peers and the index use to reach this daemon; empty means grpc_host."""
+    metrics_host: str = "127.0.0.1"
+    metrics_port: Port = 7101
+    """HTTP /metrics, /health, /ready. 0 picks a free port."""
+    index_address: str = ""
+    """host:port of the global index (or the router that embeds it); empty means no peer pulls."""
+    heartbeat_seconds: Seconds = 1.0
+    lease_seconds: Seconds = 10.0
+    """How long a lease lives without a heartbeat of its session."""
+    stage_seconds: Seconds = 60.0
+    """How long a staged block may stay uncommitted without a heartbeat of its session."""
+    drain_seconds: Seconds = 20.0
+    peer_timeout_seconds: Seconds = 2.0
+    event_ring_events: Annotated[int, Field(ge=16)] = 65536
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+
+class DramSection(Section):
+    path: Path = Path("/dev/shm/emberkv-pool")
+    """The pool file, on tmpfs or hugetlbfs."""
+    capacity_bytes: Bytes = 1024 * MIB
+    extent_bytes: Annotated[int, Field(ge=64 * 1024)] = 64 * MIB
+    high_watermark: Annotated[float, Field(gt=0, le=1)] = 0.95
+    low_watermark: Annotated[float, Field(gt=0, le=1)] = 0.90
+    populate: bool = True
+    """Touch every page at start, so that a full /dev/shm is found then and not while serving."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> DramSection:
+        if self.low_watermark > self.high_watermark:
+            raise ValueError(
+                f"low_watermark {self.low_watermark} is above high_watermark {self.high_watermark}"
+            )
+        if self.extent_bytes % 4096:
+            raise ValueError(f"extent_bytes {self.extent_bytes} must be a multiple of 4096")
+        if self.capacity_bytes < self.extent_bytes:
+            raise ValueError(
+                f"capacity_bytes {self.capacity_bytes} is less than one extent"
+                f" of {self.extent_bytes}; lower dram.extent_bytes or raise dram.capacity_bytes"
+            )
+        return self
+
+
+class SsdSection(Section):
+    path: Path = Path("/var/lib/emberkv/ssd")
+    """Directory of the segment files."""
+    capacity_bytes: Annotated[int, Field(ge=0)] = 0
+    """Bytes the segments may take; 0 turns the tier off."""
+    segment_bytes: Annotated[int, Field(ge=64 * 1024)] = 256 * MIB
+    queue_blocks: Annotated[int, Field(ge=1)] = 4096
+    """Writeback queue; when it is full a block is skipped and counted, never waited for."""
+    io_threads: Annotated[int, Field(ge=1, le=64)] = 4
+    direct_io: bool = True
+    """O_DIRECT; turned off only for file systems that refuse it (tmpfs before Linux 6.5)."""
+
+    @model_validator(mode="after")
+    def _whole_segments(self) -> SsdSection:
+        if self.segment_bytes % 4096:
+            raise ValueError(f"segment_bytes {self.segment_bytes} must be a multiple of 4096")
+        if 0 < self.capacity_bytes < 2 * self.segment_bytes:
+            raise ValueError(
+                f"capacity_bytes {self.capacity_bytes} is less than two segments of"
+                f" {self.segment_bytes}; lower ssd.segment_bytes or raise ssd.capacity_bytes"
+            )
+        return self
+
+
+class DaemonSettings(Settings):
+    node: NodeSection = NodeSection()
+    daemon: DaemonSection = DaemonSection()
+    dram: DramSection = DramSection()
+    ssd: SsdSection = SsdSection()

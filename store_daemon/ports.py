@@ -1,0 +1,104 @@
+"""What the parts of the daemon ask of each other, so that each can be built and tested alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from emberkv_proto.events import Event, Keys
+from emberkv_proto.layout import Namespace
+from emberkv_proto.types import BlockHash, NamespaceId, Tier, TierDigest
+
+
+@dataclass(frozen=True, slots=True)
+class PoolRange:
+    """A part's bytes in a pool file: payload only, 4 KiB aligned offset."""
+
+    offset: int
+    length: int
+
+
+class EventSink(Protocol):
+    """Where the catalog's changes go. Called on the daemon's event loop, in order."""
+
+    def emit(self, event: Event) -> None: ...
+
+
+class Residency(Protocol):
+    """The catalog's truth, asked for snapshots and digests. Called on the event loop."""
+
+    def resident_keys(self, tier: Tier) -> Keys: ...
+
+    def digests(self) -> tuple[TierDigest, ...]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PeerGrant:
+    """A lease given to another daemon: its blocks' parts, block by block, all in DRAM."""
+
+    lease_id: int
+    usable_blocks: int
+    parts: int
+    ranges: tuple[PoolRange, ...]
+    checksums: tuple[int, ...]
+
+
+class PeerStore(Protocol):
+    """What the servers for peers ask of the store. `may_read` is called from any thread."""
+
+    async def peer_acquire(
+        self,
+        namespace_id: NamespaceId,
+        hashes: Sequence[BlockHash],
+        lease_seconds: float,
+        requester: str,
+    ) -> PeerGrant: ...
+
+    def peer_release(self, lease_id: int) -> None: ...
+
+    def may_read(self, lease_id: int, offset: int, length: int) -> bool:
+        """Whether [offset, offset+length) lies within one part of a live peer lease."""
+        ...
+
+
+class PullTarget(Protocol):
+    """Room for blocks that come from a peer. Called on the event loop."""
+
+    def allot(
+        self, namespace: Namespace, parent: BlockHash | None, hashes: Sequence[BlockHash]
+    ) -> PullRoom: ...
+
+
+class PullRoom(Protocol):
+    """Staged slots for a run of blocks; whatever was not landed when it closes is aborted.
+
+    Closing while a transfer still writes into the slots is forbidden: the puller joins it first.
+    """
+
+    ranges: Sequence[Sequence[PoolRange]]
+    """Per block that got room (a prefix of those asked for), one range per part."""
+
+    def land(self, block: int, checksums: Sequence[int]) -> None:
+        """Block number `block` is complete and its checksums hold: commit it as RESIDENT."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Puller(Protocol):
+    """Brings blocks from other nodes into the pool."""
+
+    async def pull(
+        self,
+        namespace: Namespace,
+        parent: BlockHash | None,
+        hashes: Sequence[BlockHash],
+        target: PullTarget,
+        deadline_seconds: float,
+    ) -> int:
+        """Land the longest leading run of `hashes` that one peer holds; return how many blocks.
+
+        Never raises for a dead, slow or lying peer: that is 0 (or a shorter run) and a counter.
+        """
+        ...

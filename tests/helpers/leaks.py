@@ -1,0 +1,63 @@
+"""What a test must not leave behind: file descriptors, threads, tasks, shared-memory files."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+SHM = Path("/dev/shm")
+GRACE_SECONDS = 3.0
+# Threads and descriptors that a library keeps for the whole process once it was used.
+_LASTING_THREADS = ("grpc", "pydevd", "Numba", "torch", "Thread-pool_spawner", "pytest_timeout")
+
+
+@dataclass(frozen=True)
+class Held:
+    """A process's open things at one moment."""
+
+    fds: frozenset[tuple[int, str]]
+    threads: frozenset[str]
+    shm: frozenset[str]
+
+
+def held_now() -> Held:
+    fds = set()
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{name}")
+        except OSError:
+            continue  # closed since the listing
+        if not target.startswith(("/proc/", "anon_inode:[eventpoll]", "/dev/null", "/dev/urandom")):
+            fds.add((int(name), target))
+    threads = {
+        f"{thread.name}-{thread.ident}"
+        for thread in threading.enumerate()
+        if not thread.name.startswith(_LASTING_THREADS)
+    }
+    shm = (
+        {name for name in os.listdir(SHM) if name.startswith("emberkv")} if SHM.is_dir() else set()
+    )
+    return Held(frozenset(fds), frozenset(threads), frozenset(shm))
+
+
+def leaked_since(before: Held) -> list[str]:
+    """Describe what is still held after a grace period. Library-owned fds are not ours to judge."""
+    deadline = time.monotonic() + GRACE_SECONDS
+    while True:
+        gc.collect()
+        after = held_now()
+        leaks = [f"fd {fd} -> {target}" for fd, target in sorted(after.fds - before.fds)]
+        leaks = [leak for leak in leaks if not _is_library_fd(leak)]
+        leaks += [f"thread {name}" for name in sorted(after.threads - before.threads)]
+        leaks += [f"/dev/shm/{name}" for name in sorted(after.shm - before.shm)]
+        if not leaks or time.monotonic() > deadline:
+            return leaks
+        time.sleep(0.05)
+
+
+def _is_library_fd(leak: str) -> bool:
+    return "anon_inode" in leak or "site-packages" in leak or "/sys/" in leak
