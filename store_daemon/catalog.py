@@ -1,0 +1,404 @@
+"""Which blocks there are, in which tiers, and who keeps them there. Pure: no I/O, no clock.
+
+              begin_part          commit_part (all parts)      add_row (all parts)
+    (absent) ───────────► STAGED ───────────────────────► DRAM ──────────────────► DRAM+SSD
+                            │ abort_part                   │ drop_dram      land ▲ │ drop_dram
+                            ▼                              ▼                     │ ▼
+                         (absent)                       (absent)                 SSD
+    doom: unlinked at once from every tier; its slots are free when the last pin is gone.
+
+A block is resident in a tier when all its parts are; only then, and when that ends, an event is
+recorded. `drain_events` hands them out in order. Slots and rows are opaque here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from emberkv_proto.events import BlocksRemoved, BlocksStored, Event, Keys
+from emberkv_proto.hashing import index_key, index_keys
+from emberkv_proto.layout import Namespace
+from emberkv_proto.types import BlockHash, Tier
+
+if TYPE_CHECKING:
+    from store_daemon.tiers.slots import Slot
+    from store_daemon.tiers.ssd import SsdRow
+
+STORED_TIERS = (Tier.DRAM, Tier.SSD)
+
+
+@dataclass(eq=False, slots=True)
+class Block:
+    """One block and its places. Written by the catalog only, but for `access` and `is_verified`."""
+
+    hash: BlockHash
+    namespace: Namespace
+    parent: BlockHash | None
+    slots: list[Slot | None]
+    """Per part, its committed place in DRAM."""
+    rows: list[SsdRow | None]
+    """Per part, its place on SSD."""
+    in_dram: bool = False
+    in_ssd: bool = False
+    is_verified: bool = True
+    """False for DRAM content of an earlier life until its checksum was computed again."""
+    is_doomed: bool = False
+    pins: int = 0
+    """Leases and transfers that hold the slots."""
+    writers: int = 0
+    """Parts that are staged and not committed, as a bit per part."""
+    access: int = 0
+    """Number of the last access; a smaller one is older."""
+    is_queued: bool = False
+    """Whether the eviction queue holds it."""
+
+
+@dataclass(slots=True)
+class TierLedger:
+    """A tier's conservation books: stored - removed == blocks, and xor over their index keys."""
+
+    blocks: int = 0
+    xor: int = 0
+    stored: int = 0
+    removed: int = 0
+
+
+@dataclass(slots=True)
+class Freed:
+    """What a change let go: slots to free now, rows to forget."""
+
+    slots: list[Slot] = field(default_factory=list)
+    rows: list[SsdRow] = field(default_factory=list)
+
+
+class BlockCatalog:
+    """All blocks of the node. Each call is O(parts) unless it says otherwise.
+
+    Args:
+        on_evictable: told of a block that may have become a victim (see `is_evictable`).
+    """
+
+    def __init__(self, on_evictable: Callable[[Block], None]) -> None:
+        self.blocks: dict[BlockHash, Block] = {}
+        self.ledgers = {tier: TierLedger() for tier in STORED_TIERS}
+        self._children: dict[BlockHash, int] = {}
+        self._doomed: set[Block] = set()
+        self._changes: list[tuple[type[BlocksStored | BlocksRemoved], Tier, list[BlockHash]]] = []
+        self._on_evictable = on_evictable
+        self.holes = 0
+        """Blocks that came to DRAM while their parent was in no tier."""
+
+    def find(self, namespace: Namespace, block_hash: BlockHash) -> Block | None:
+        """A block of this namespace; another namespace's is not visible."""
+        block = self.blocks.get(block_hash)
+        return block if block is not None and block.namespace is namespace else None
+
+    def children(self, block_hash: BlockHash) -> int:
+        """How many DRAM-resident blocks name it as their parent."""
+        return self._children.get(block_hash, 0)
+
+    def is_evictable(self, block: Block) -> bool:
+        """Whether its slots may be freed now: nobody holds it and no child would be orphaned."""
+        return (
+            not block.pins
+            and not block.writers
+            and any(block.slots)
+            and block.hash not in self._children
+        )
+
+    def usable_prefix(self, namespace: Namespace, hashes: Sequence[BlockHash]) -> list[Block]:
+        """The leading blocks that are resident in DRAM or SSD. O(len(hashes))."""
+        found: list[Block] = []
+        get = self.blocks.get
+        for block_hash in hashes:
+            block = get(block_hash)
+            if (
+                block is None
+                or block.namespace is not namespace
+                or not (block.in_dram or block.in_ssd)
+            ):
+                break
+            found.append(block)
+        return found
+
+    # ---- writing ----
+
+    def begin_part(
+        self, namespace: Namespace, block_hash: BlockHash, parent: BlockHash | None, part: int
+    ) -> Block:
+        """Note that a part is being written; the block need not exist yet."""
+        block = self.blocks.get(block_hash)
+        if block is None:
+            block = self._create(namespace, block_hash, parent)
+        assert block.namespace is namespace
+        assert not block.writers >> part & 1
+        assert block.slots[part] is None
+        block.writers |= 1 << part
+        return block
+
+    def commit_part(self, block: Block, part: int, slot: Slot) -> None:
+        """The part is whole in `slot`; with its last part the block becomes resident in DRAM."""
+        assert block.writers >> part & 1, "commit without begin"
+        block.writers &= ~(1 << part)
+        self._place(block, part, slot)
+        if all(block.slots):
+            self._enter_dram(block)
+        self._offer(block)
+
+    def abort_part(self, block: Block, part: int) -> None:
+        """The part will not come. A block of which nothing is left is unlinked."""
+        assert block.writers >> part & 1, "abort without begin"
+        block.writers &= ~(1 << part)
+        self._unlink_if_empty(block)
+        self._offer(block)
+
+    def land(self, block: Block, slots: Sequence[Slot]) -> None:
+        """All parts were brought to DRAM from another tier."""
+        assert not any(block.slots)
+        assert not block.writers
+        for part, slot in enumerate(slots):
+            self._place(block, part, slot)
+        self._enter_dram(block)
+        self._offer(block)
+
+    def recover_part(
+        self,
+        namespace: Namespace,
+        block_hash: BlockHash,
+        parent: BlockHash | None,
+        part: int,
+        slot: Slot,
+    ) -> bool:
+        """Take over a slot of an earlier life, unverified. False if the part is there already."""
+        block = self.blocks.get(block_hash) or self._create(namespace, block_hash, parent)
+        if block.namespace is not namespace or block.slots[part] is not None:
+            return False
+        block.is_verified = False
+        self._place(block, part, slot)
+        if all(block.slots):
+            self._enter_dram(block)
+        self._offer(block)
+        return True
+
+    def recover_row(self, namespace: Namespace, row: SsdRow) -> bool:
+        """Take over a row of an earlier life. False if the part has one already."""
+        block = self.blocks.get(row.block_hash)
+        if block is None:
+            block = self._create(namespace, row.block_hash, row.parent)
+        if block.namespace is not namespace or block.rows[row.part] is not None:
+            return False
+        self._add_row(block, row)
+        return True
+
+    def add_rows(self, block: Block, rows: Sequence[SsdRow]) -> None:
+        """All parts were written to SSD."""
+        assert not block.is_doomed
+        assert not any(block.rows)
+        for row in rows:
+            self._add_row(block, row)
+        assert block.in_ssd
+
+    # ---- letting go ----
+
+    def drop_dram(self, block: Block) -> Freed:
+        """Evict (or, with an SSD copy, demote) a block that nobody holds."""
+        assert not block.pins
+        assert not block.writers
+        freed = Freed(slots=self._leave_dram(block))
+        self._unlink_if_empty(block)
+        return freed
+
+    def drop_row(self, row: SsdRow) -> Freed:
+        """The row's bytes are gone: the block leaves SSD, and its other rows are of no use."""
+        block = self.blocks.get(row.block_hash)
+        if block is None or row.part >= len(block.rows) or block.rows[row.part] != row:
+            return Freed()
+        freed = Freed(rows=[other for other in self._leave_ssd(block) if other != row])
+        self._unlink_if_empty(block)
+        return freed
+
+    def drop_ssd(self, block: Block) -> Freed:
+        """The block leaves SSD."""
+        freed = Freed(rows=self._leave_ssd(block))
+        self._unlink_if_empty(block)
+        return freed
+
+    def drop_incomplete(self) -> Freed:
+        """Forget what recovery left incomplete and nobody is writing. O(blocks)."""
+        freed = Freed()
+        for block in list(self.blocks.values()):
+            if not block.in_dram and not block.writers:
+                freed.slots += self._leave_dram(block)
+            if not block.in_ssd:
+                freed.rows += self._leave_ssd(block)
+            self._unlink_if_empty(block)
+        return freed
+
+    def doom(self, block: Block) -> Freed:
+        """Unlink the block everywhere. If it is pinned, `unpin` returns its slots later."""
+        assert not block.writers
+        freed = Freed(rows=self._leave_ssd(block))
+        slots = self._leave_dram(block)
+        self._unlink_if_empty(block)
+        block.is_doomed = True
+        if block.pins:
+            block.slots = list(slots)
+            self._doomed.add(block)
+        else:
+            freed.slots = slots
+        return freed
+
+    def pin(self, block: Block) -> None:
+        block.pins += 1
+
+    def unpin(self, block: Block) -> list[Slot]:
+        """End one pin; return the slots of a doomed block whose last pin it was."""
+        assert block.pins > 0, "unpin without pin"
+        block.pins -= 1
+        if block.pins:
+            return []
+        if block.is_doomed and block in self._doomed:
+            self._doomed.remove(block)
+            slots = [slot for slot in block.slots if slot is not None]
+            block.slots = [None] * len(block.slots)
+            return slots
+        if not block.is_queued:
+            self._offer(block)
+        return []
+
+    # ---- asking ----
+
+    def drain_events(self) -> list[Event]:
+        """The changes since the last call, in order, neighbours of one kind as one event."""
+        changes, self._changes = self._changes, []
+        return [kind(tier, index_keys(hashes)) for kind, tier, hashes in changes]
+
+    def resident_keys(self, tier: Tier) -> Keys:
+        """Index keys of the tier's blocks. O(blocks)."""
+        hashes = [b.hash for b in self.resident(tier)]
+        return index_keys(hashes) if hashes else np.empty(0, dtype=np.uint64)
+
+    def resident(self, tier: Tier) -> Iterator[Block]:
+        for block in self.blocks.values():
+            if block.in_dram if tier is Tier.DRAM else block.in_ssd:
+                yield block
+
+    def check_integrity(self) -> None:
+        """Assert every invariant of the module docstring. O(blocks)."""
+        children: dict[BlockHash, int] = {}
+        for block_hash, block in self.blocks.items():
+            assert block.hash == block_hash
+            assert not block.is_doomed
+            assert any(block.slots) or any(block.rows) or block.writers, "an empty block is linked"
+            assert block.in_dram == all(block.slots)
+            assert block.in_ssd == all(block.rows)
+            assert block.pins >= 0
+            for part, slot in enumerate(block.slots):
+                assert not (slot is not None and block.writers >> part & 1)
+                assert slot is None or slot.extent.occupants[slot.number] is block
+            if block.in_dram and block.parent is not None:
+                children[block.parent] = children.get(block.parent, 0) + 1
+            assert not self.is_evictable(block) or block.is_queued, "a victim nobody can find"
+        assert children == self._children, "children counts drifted"
+        for tier, ledger in self.ledgers.items():
+            keys = [index_key(block.hash) for block in self.resident(tier)]
+            xor = 0
+            for key in keys:
+                xor ^= key
+            assert ledger.blocks == len(keys), f"{tier.name}: {ledger.blocks} != {len(keys)}"
+            assert ledger.stored - ledger.removed == ledger.blocks, f"{tier.name}: not conserved"
+            assert ledger.xor == xor, f"{tier.name}: digest drifted"
+        for block in self._doomed:
+            assert block.is_doomed
+            assert block.pins > 0, "a doomed block that nobody holds was not freed"
+            assert self.blocks.get(block.hash) is not block
+
+    # ---- inner steps ----
+
+    def _create(
+        self, namespace: Namespace, block_hash: BlockHash, parent: BlockHash | None
+    ) -> Block:
+        parts = namespace.parts
+        block = Block(block_hash, namespace, parent, [None] * parts, [None] * parts)
+        self.blocks[block_hash] = block
+        return block
+
+    def _place(self, block: Block, part: int, slot: Slot) -> None:
+        block.slots[part] = slot
+        slot.extent.occupants[slot.number] = block
+
+    def _enter_dram(self, block: Block) -> None:
+        block.in_dram = True
+        parent = block.parent
+        if parent is not None:
+            self._children[parent] = self._children.get(parent, 0) + 1
+            if parent not in self.blocks:
+                self.holes += 1
+        self._record(BlocksStored, Tier.DRAM, block)
+
+    def _leave_dram(self, block: Block) -> list[Slot]:
+        slots = [slot for slot in block.slots if slot is not None]
+        for slot in slots:
+            del slot.extent.occupants[slot.number]
+        block.slots = [None] * len(block.slots)
+        if block.in_dram:
+            block.in_dram = False
+            self._record(BlocksRemoved, Tier.DRAM, block)
+            self._forget_child(block.parent)
+        return slots
+
+    def _forget_child(self, parent_hash: BlockHash | None) -> None:
+        if parent_hash is None:
+            return
+        left = self._children[parent_hash] - 1
+        if left:
+            self._children[parent_hash] = left
+            return
+        del self._children[parent_hash]
+        parent = self.blocks.get(parent_hash)
+        if parent is not None:
+            self._offer(parent)
+
+    def _add_row(self, block: Block, row: SsdRow) -> None:
+        block.rows[row.part] = row
+        if all(block.rows):
+            block.in_ssd = True
+            self._record(BlocksStored, Tier.SSD, block)
+
+    def _leave_ssd(self, block: Block) -> list[SsdRow]:
+        rows = [row for row in block.rows if row is not None]
+        block.rows = [None] * len(block.rows)
+        if block.in_ssd:
+            block.in_ssd = False
+            self._record(BlocksRemoved, Tier.SSD, block)
+        return rows
+
+    def _unlink_if_empty(self, block: Block) -> None:
+        if (
+            not (any(block.slots) or any(block.rows) or block.writers)
+            and self.blocks.get(block.hash) is block
+        ):
+            del self.blocks[block.hash]
+
+    def _offer(self, block: Block) -> None:
+        if not block.is_queued and self.is_evictable(block):
+            self._on_evictable(block)
+
+    def _record(self, kind: type[BlocksStored | BlocksRemoved], tier: Tier, block: Block) -> None:
+        ledger = self.ledgers[tier]
+        ledger.xor ^= index_key(block.hash)
+        if kind is BlocksStored:
+            ledger.blocks += 1
+            ledger.stored += 1
+        else:
+            ledger.blocks -= 1
+            ledger.removed += 1
+        last = self._changes[-1] if self._changes else None
+        if last is not None and last[0] is kind and last[1] is tier:
+            last[2].append(block.hash)
+        else:
+            self._changes.append((kind, tier, [block.hash]))

@@ -1,0 +1,339 @@
+"""The DRAM tier: one mapped file of extents and slots, which outlives the daemon's process.
+
+Layout and its crash rules are `emberkv_proto.shm_layout`'s. Only the daemon writes headers.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import mmap
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import blake3
+
+from emberkv_proto.errors import AccessDeniedError, CorruptionError, PreflightError
+from emberkv_proto.shm_layout import (
+    EXTENT_HEADER_BYTES,
+    POOL_HEADER_BYTES,
+    SLOT_HEADER_BYTES,
+    STATE_OFFSET,
+    ExtentHeader,
+    PoolHeader,
+    SlotHeader,
+    SlotState,
+    align_up,
+    pack_state,
+    slots_per_extent,
+)
+from emberkv_proto.types import BlockHash, Incarnation, NamespaceId
+from store_daemon.config import MIB, DramSection
+from store_daemon.tiers.slots import Extent, SizeClass, Slot, SlotAllocator
+
+log = logging.getLogger(__name__)
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+POPULATE_STEP_BYTES = 256 * MIB
+_FREE = pack_state(SlotState.FREE)
+_STAGED = pack_state(SlotState.STAGED)
+_COMMITTED = pack_state(SlotState.COMMITTED)
+
+
+@dataclass(frozen=True, slots=True)
+class FoundSlot:
+    """A slot that an earlier daemon left behind."""
+
+    slot: Slot
+    namespace_id: NamespaceId
+    part: int
+    header: SlotHeader
+
+
+class Pool:
+    """The mapped pool. Not thread-safe, but views of distinct slots may be used in any thread."""
+
+    def __init__(self, path: Path, lock_fd: int, mapping: mmap.mmap, slots: SlotAllocator) -> None:
+        self.path = path
+        self.slots = slots
+        self._lock_fd = lock_fd
+        self._mapping = mapping
+        self._view = memoryview(mapping)
+        self.found: list[FoundSlot] = []
+        """What recovery found COMMITTED; the store takes each over or frees it."""
+        self.found_staged: list[Slot] = []
+        """What recovery found STAGED: nobody's blocks, though a stale writer may still write."""
+        self.is_recovered = False
+
+    @classmethod
+    def open(
+        cls,
+        config: DramSection,
+        node_id: str,
+        incarnation: Incarnation,
+        accepts: Callable[[SizeClass], bool],
+        boot_id: bytes | None = None,
+    ) -> Pool:
+        """Take over the pool file of an earlier life, or make a new one.
+
+        `accepts` says whether a size class found in the file is still known. A file of another
+        boot, node or geometry is replaced by a new one, never resized: engines may still map it.
+
+        Raises:
+            AccessDeniedError: another daemon uses the file.
+            PreflightError: the file system has no room for it, or refuses it.
+        """
+        count = config.capacity_bytes // config.extent_bytes
+        boot = read_boot_id() if boot_id is None else boot_id
+        node = blake3.blake3(node_id.encode()).digest()[:16]
+        size = POOL_HEADER_BYTES + count * config.extent_bytes
+        try:
+            fd = _open_locked(config.path)
+        except OSError as error:
+            raise PreflightError(
+                f"pool file {config.path} cannot be opened: {error.strerror}"
+            ) from None
+        try:
+            is_ours = _is_ours(fd, size, config.extent_bytes, count, boot, node)
+            if not is_ours:
+                fd = _replace(config.path, fd)
+                _size(fd, config, size)
+            mapping = mmap.mmap(fd, size)
+        except BaseException:
+            os.close(fd)
+            raise
+        pool = cls(config.path, fd, mapping, SlotAllocator(config.extent_bytes, count))
+        if is_ours:
+            pool._scan(accepts)
+            pool.is_recovered = True
+        header = PoolHeader(config.extent_bytes, count, incarnation, boot, node).pack()
+        pool._view[: len(header)] = header
+        return pool
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self._mapping)
+
+    def open_for_client(self) -> int:
+        """A new descriptor of the file to pass on. It must not be the locked one: a client that
+        outlives the daemon would hold the lock. The caller closes it."""
+        return os.open(f"/proc/self/fd/{self._lock_fd}", os.O_RDWR | os.O_CLOEXEC)
+
+    def view(self) -> memoryview:
+        """The whole file. Release it before `close`."""
+        return self._view[:]
+
+    def payload(self, slot: Slot) -> memoryview:
+        return self._view[slot.offset : slot.offset + slot.payload_bytes]
+
+    def slot_view(self, slot: Slot) -> memoryview:
+        """The payload and its padding up to the slot's end."""
+        return self._view[slot.offset : slot.offset + align_up(slot.payload_bytes)]
+
+    def take(self, size_class: SizeClass) -> Slot | None:
+        """A slot marked STAGED, from a carved extent or a fresh one; None when there is none."""
+        slot = self.slots.take(size_class)
+        if slot is None:
+            extent = self.slots.carve(size_class)
+            if extent is None:
+                return None
+            self._write_extent(extent)
+            slot = self.slots.take(size_class)
+            assert slot is not None
+        self._set_state(slot, _STAGED)
+        return slot
+
+    def commit(
+        self, slot: Slot, block_hash: BlockHash, parent: BlockHash | None, checksum: int
+    ) -> None:
+        """Publish the slot: header first, the state word last."""
+        slot.checksum = checksum
+        header = SlotHeader(
+            SlotState.STAGED,
+            block_hash,
+            parent,
+            slot.payload_bytes,
+            checksum,
+            slot.extent.generation,
+        ).pack()
+        at = slot.header_offset
+        self._view[at : at + len(header)] = header
+        self._set_state(slot, _COMMITTED)
+
+    def unlink(self, slot: Slot) -> None:
+        """Mark the slot FREE in the file; the bytes stay untouched until it is given back."""
+        slot.extent.occupants.pop(slot.number, None)
+        self._set_state(slot, _FREE)
+
+    def give_back(self, slot: Slot) -> None:
+        """Free the slot for the next taker. Nobody may read or write its bytes any more."""
+        self.unlink(slot)
+        self.slots.give_back(slot)
+
+    def close(self) -> None:
+        """Unmap and unlock. The file stays: it is what the next daemon recovers from."""
+        if self._lock_fd < 0:
+            return
+        self._view.release()
+        self._mapping.close()
+        os.close(self._lock_fd)
+        self._lock_fd = -1
+
+    def check_integrity(self) -> None:
+        """Assert the allocator's books, and that each occupied slot's header says COMMITTED."""
+        self.slots.check_integrity()
+        for extent in self.slots.extents():
+            for number, block in extent.occupants.items():
+                at = extent.base + EXTENT_HEADER_BYTES + number * SLOT_HEADER_BYTES
+                header = SlotHeader.unpack(self._view[at : at + SLOT_HEADER_BYTES])
+                assert header.state is SlotState.COMMITTED
+                assert header.block_hash == block.hash
+                assert header.generation == extent.generation
+
+    def _set_state(self, slot: Slot, word: bytes) -> None:
+        at = slot.header_offset + STATE_OFFSET
+        self._view[at : at + 4] = word
+
+    def _write_extent(self, extent: Extent) -> None:
+        # Void the old header, then the old slot headers, then write the new one: a crash in
+        # between leaves a free extent.
+        base, end = extent.base, EXTENT_HEADER_BYTES + extent.slot_count * SLOT_HEADER_BYTES
+        self._view[base : base + 128] = bytes(128)
+        self._view[base + EXTENT_HEADER_BYTES : base + end] = bytes(end - EXTENT_HEADER_BYTES)
+        size = extent.size_class
+        header = ExtentHeader(
+            size.namespace_id,
+            size.part,
+            size.payload_bytes,
+            size.slot_bytes,
+            extent.slot_count,
+            extent.generation,
+        ).pack()
+        self._view[base : base + len(header)] = header
+
+    def _scan(self, accepts: Callable[[SizeClass], bool]) -> None:
+        """Find every COMMITTED slot by its headers. O(slots)."""
+        for number in range(self.slots.extent_count):
+            base = POOL_HEADER_BYTES + number * self.slots.extent_bytes
+            try:
+                header = ExtentHeader.unpack(self._view[base : base + 128])
+            except CorruptionError:
+                continue
+            size = SizeClass(header.namespace_id, header.part, header.payload_bytes)
+            fits = slots_per_extent(self.slots.extent_bytes, max(size.payload_bytes, 1))
+            if fits == 0 or header.slot_count != fits or not accepts(size):
+                continue
+            extent = self.slots.adopt(number, size, header.generation)
+            self._scan_slots(extent)
+            if extent.used_slots == 0:
+                self.slots.retire(extent)
+
+    def _scan_slots(self, extent: Extent) -> None:
+        start = extent.base + EXTENT_HEADER_BYTES
+        for number in range(extent.slot_count):
+            at = start + number * SLOT_HEADER_BYTES
+            state = int.from_bytes(self._view[at + STATE_OFFSET : at + STATE_OFFSET + 4], "little")
+            if state == SlotState.STAGED:
+                self.found_staged.append(self.slots.take_number(extent, number))
+                continue
+            if state != SlotState.COMMITTED:
+                continue
+            try:
+                header = SlotHeader.unpack(self._view[at : at + SLOT_HEADER_BYTES])
+            except CorruptionError as error:
+                log.warning("slot dropped: extent=%d slot=%d %s", extent.number, number, error)
+                continue
+            size = extent.size_class
+            if header.generation != extent.generation or header.length != size.payload_bytes:
+                continue
+            slot = self.slots.take_number(extent, number)
+            slot.checksum = header.checksum
+            self.found.append(FoundSlot(slot, size.namespace_id, size.part, header))
+
+
+def read_boot_id() -> bytes:
+    return bytes.fromhex(BOOT_ID.read_text().strip().replace("-", ""))
+
+
+def lock_holder(fd: int) -> str:
+    """Who holds the flock on a file, for error texts."""
+    status = os.fstat(fd)
+    wanted = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
+    try:
+        lines = Path("/proc/locks").read_text().splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        fields = line.split()
+        if "FLOCK" in fields and wanted in fields:
+            return f"pid {fields[fields.index(wanted) - 1]}"
+    return "an unknown pid"
+
+
+def _open_locked(path: Path) -> int:
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = lock_holder(fd)
+        os.close(fd)
+        raise AccessDeniedError(
+            f"another daemon ({holder}) uses the pool {path}; stop it or set another dram.path"
+        ) from None
+    return fd
+
+
+def _is_ours(fd: int, size: int, extent_bytes: int, count: int, boot: bytes, node: bytes) -> bool:
+    if os.fstat(fd).st_size == 0:
+        return False
+    try:
+        header = PoolHeader.unpack(os.pread(fd, 128, 0))
+    except CorruptionError as error:
+        log.warning("pool starts cold: %s", error)
+        return False
+    reasons = {
+        "the machine rebooted": header.boot_id != boot,
+        "it is another node's": header.node_digest != node,
+        "its size changed": (header.extent_bytes, header.extent_count) != (extent_bytes, count)
+        or os.fstat(fd).st_size != size,
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            log.info("pool starts cold: %s", reason)
+            return False
+    return True
+
+
+def _replace(path: Path, old_fd: int) -> int:
+    """Swap the file for an empty one, holding the old one's lock until the new one is locked."""
+    if os.fstat(old_fd).st_size == 0:
+        return old_fd
+    path.unlink()
+    new_fd = _open_locked(path)
+    os.close(old_fd)
+    return new_fd
+
+
+def _size(fd: int, config: DramSection, size: int) -> None:
+    os.ftruncate(fd, size)
+    if not config.populate:
+        return
+    for start in range(0, size, POPULATE_STEP_BYTES):
+        try:
+            os.posix_fallocate(fd, start, min(POPULATE_STEP_BYTES, size - start))
+        except OSError as error:
+            os.ftruncate(fd, 0)
+            if error.errno == errno.ENOSPC:
+                raise PreflightError(
+                    f"{config.path.parent} ran out of space after {start // MIB} MiB of the"
+                    f" {size // MIB} MiB pool; lower dram.capacity_bytes or raise the mount's size"
+                ) from None
+            raise PreflightError(f"pool file {config.path}: {error.strerror}") from None
+        if size > POPULATE_STEP_BYTES:
+            log.info(
+                "pool populated: %d of %d MiB",
+                min(start + POPULATE_STEP_BYTES, size) // MIB,
+                size // MIB,
+            )

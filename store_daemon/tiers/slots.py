@@ -1,0 +1,188 @@
+"""Which slot of which extent is free. Pure: the pool file is `pool`'s to write.
+
+An extent is carved for one size class (namespace, part) and returns to the common stock when its
+last slot is given back, so room moves between classes by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from emberkv_proto.errors import InvalidRequestError
+from emberkv_proto.shm_layout import (
+    EXTENT_HEADER_BYTES,
+    POOL_HEADER_BYTES,
+    SLOT_HEADER_BYTES,
+    align_up,
+    slots_offset,
+    slots_per_extent,
+)
+from emberkv_proto.types import NamespaceId
+
+if TYPE_CHECKING:
+    from store_daemon.catalog import Block
+
+
+@dataclass(frozen=True, slots=True)
+class SizeClass:
+    """Blocks' parts that are interchangeable in size and never share an extent with others."""
+
+    namespace_id: NamespaceId
+    part: int
+    payload_bytes: int
+
+    @property
+    def slot_bytes(self) -> int:
+        return align_up(self.payload_bytes)
+
+
+@dataclass(eq=False, slots=True)
+class Extent:
+    """A carved extent. `occupants` names the blocks whose committed parts lie in it."""
+
+    number: int
+    size_class: SizeClass
+    slot_count: int
+    generation: int
+    base: int
+    """Offset of the extent in the pool file."""
+    free: list[int]
+    occupants: dict[int, Block] = field(default_factory=dict)
+
+    @property
+    def used_slots(self) -> int:
+        return self.slot_count - len(self.free)
+
+
+@dataclass(eq=False, slots=True)
+class Slot:
+    """One part's place. `offset` is where the payload begins in the pool file."""
+
+    extent: Extent
+    number: int
+    offset: int
+    checksum: int = 0
+
+    @property
+    def payload_bytes(self) -> int:
+        return self.extent.size_class.payload_bytes
+
+    @property
+    def header_offset(self) -> int:
+        return self.extent.base + EXTENT_HEADER_BYTES + self.number * SLOT_HEADER_BYTES
+
+
+class SlotAllocator:
+    """Slots over extents. O(1) per call."""
+
+    def __init__(self, extent_bytes: int, extent_count: int) -> None:
+        self.extent_bytes = extent_bytes
+        self.extent_count = extent_count
+        self._stock = list(range(extent_count - 1, -1, -1))
+        self._extents: dict[int, Extent] = {}
+        self._open: dict[SizeClass, dict[int, Extent]] = {}
+        self._carved_bytes = 0
+        self.used_bytes = 0
+        self.generation = 0
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Bytes that slots can take as the extents are carved now."""
+        return self._carved_bytes + len(self._stock) * self.extent_bytes
+
+    @property
+    def usage(self) -> float:
+        return self.used_bytes / self.capacity_bytes if self.capacity_bytes else 1.0
+
+    def extents(self) -> Iterator[Extent]:
+        yield from self._extents.values()
+
+    def has_extent_of(self, size_class: SizeClass) -> bool:
+        return any(e.size_class == size_class for e in self._extents.values())
+
+    def check_fits(self, size_class: SizeClass) -> None:
+        """Raises InvalidRequestError when no extent can hold even one such slot."""
+        if slots_per_extent(self.extent_bytes, size_class.payload_bytes) == 0:
+            raise InvalidRequestError(
+                f"a part of {size_class.payload_bytes} bytes does not fit an extent of"
+                f" {self.extent_bytes}; raise dram.extent_bytes"
+            )
+
+    def take(self, size_class: SizeClass) -> Slot | None:
+        """A free slot of an extent already carved for the class."""
+        extents = self._open.get(size_class)
+        if not extents:
+            return None
+        extent = next(iter(extents.values()))
+        return self._take_from(extent, extent.free.pop())
+
+    def carve(self, size_class: SizeClass) -> Extent | None:
+        """Give an extent of the stock to the class. Its headers are the caller's to write."""
+        if not self._stock:
+            return None
+        self.generation += 1
+        return self._carve(self._stock.pop(), size_class, self.generation)
+
+    def adopt(self, number: int, size_class: SizeClass, generation: int) -> Extent:
+        """Take an extent over as an earlier daemon carved it; all its slots count as free."""
+        self._stock.remove(number)
+        self.generation = max(self.generation, generation)
+        return self._carve(number, size_class, generation)
+
+    def take_number(self, extent: Extent, number: int) -> Slot:
+        """Take one certain free slot of an adopted extent."""
+        extent.free.remove(number)
+        return self._take_from(extent, number)
+
+    def give_back(self, slot: Slot) -> None:
+        extent = slot.extent
+        assert slot.number not in extent.occupants, "a slot is unlinked before it is freed"
+        extent.free.append(slot.number)
+        self.used_bytes -= extent.size_class.slot_bytes
+        if len(extent.free) == extent.slot_count:
+            self.retire(extent)
+        else:
+            self._open[extent.size_class][extent.number] = extent
+
+    def retire(self, extent: Extent) -> None:
+        """Return an extent without used slots to the stock."""
+        assert extent.used_slots == 0
+        self._open[extent.size_class].pop(extent.number, None)
+        del self._extents[extent.number]
+        self._carved_bytes -= extent.slot_count * extent.size_class.slot_bytes
+        self._stock.append(extent.number)
+
+    def check_integrity(self) -> None:
+        """Assert that every extent is in the stock or carved, and that counters agree."""
+        assert sorted([*self._stock, *self._extents]) == list(range(self.extent_count))
+        used = carved = 0
+        for extent in self._extents.values():
+            assert len(set(extent.free)) == len(extent.free), "a slot is free twice"
+            assert not set(extent.free) & set(extent.occupants), "an occupied slot is free"
+            assert (extent.number in self._open[extent.size_class]) == bool(extent.free)
+            used += extent.used_slots * extent.size_class.slot_bytes
+            carved += extent.slot_count * extent.size_class.slot_bytes
+        assert used == self.used_bytes, f"used {self.used_bytes} != {used}"
+        assert carved == self._carved_bytes, f"carved {self._carved_bytes} != {carved}"
+
+    def _carve(self, number: int, size_class: SizeClass, generation: int) -> Extent:
+        count = slots_per_extent(self.extent_bytes, size_class.payload_bytes)
+        assert count > 0, "check_fits() comes first"
+        base = POOL_HEADER_BYTES + number * self.extent_bytes
+        free = list(range(count - 1, -1, -1))
+        extent = Extent(number, size_class, count, generation, base, free)
+        self._extents[number] = extent
+        self._open.setdefault(size_class, {})[number] = extent
+        self._carved_bytes += count * size_class.slot_bytes
+        return extent
+
+    def _take_from(self, extent: Extent, number: int) -> Slot:
+        slot_bytes = extent.size_class.slot_bytes
+        if not extent.free:
+            del self._open[extent.size_class][extent.number]
+        self.used_bytes += slot_bytes
+        return Slot(
+            extent, number, extent.base + slots_offset(extent.slot_count) + number * slot_bytes
+        )
