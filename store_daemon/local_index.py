@@ -1,0 +1,334 @@
+"""The daemon's data directory: SSD rows in RocksDB, namespaces, incarnation, lock and marker.
+
+The rows are a cache of what the segment files say (see `recovery`), so they are written without
+fsync: a killed process loses nothing, a power cut loses the newest batches whole and in order.
+Namespaces and the incarnation exist nowhere else; they are small files, replaced atomically.
+
+RocksDB is opened in raw mode only: the library's default mode unpickles what it reads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import logging
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from rocksdict import Options, Rdict, WriteBatch
+
+from emberkv_proto.errors import CorruptionError, InvalidRequestError, PreflightError
+from emberkv_proto.layout import MAX_NAMESPACE_BYTES, Namespace
+from emberkv_proto.types import Incarnation, NamespaceId
+from store_daemon.files import DirectoryLock, write_durably
+from store_daemon.tiers.segments import SsdRow
+
+_log = logging.getLogger(__name__)
+
+DATA_FORMAT = 1
+_ROW_PREFIX = b"r"
+_COVERED = b"m/covered-through"
+_INCARNATION = b"m/incarnation"
+# What RocksDB says when the machine, not the database, is the problem.
+_NOT_DAMAGE = (
+    "lock hold",
+    "no space left",
+    "permission denied",
+    "too many open files",
+    "read-only",
+)
+
+
+class LocalIndex:
+    """Blocking, thread-safe. Calls that write raise OSError when the database cannot take it."""
+
+    def __init__(self, data_dir: Path, lock: DirectoryLock) -> None:
+        """Use `open()`."""
+        self._dir = data_dir
+        self._database_dir = data_dir / "rocksdb"
+        self._directory_lock = lock
+        self._mutex = threading.RLock()
+        self._database: Rdict | None = None
+        self._namespaces: dict[NamespaceId, Namespace] = {}
+        self._closed = False
+        self.was_rebuilt = False
+        """The database was lost or damaged and begins empty: rows must come from the segments."""
+        self.unreadable_rows = 0
+        self.unreadable_namespaces = 0
+
+    @classmethod
+    def open(cls, data_dir: Path, node_id: str) -> LocalIndex:
+        """Lock the directory and open what is in it; a damaged database is moved aside.
+
+        Raises:
+            PreflightError: in use, another node's, of another format, or not writable.
+        """
+        lock = DirectoryLock(data_dir, "daemon.data_dir")
+        index = cls(data_dir, lock)
+        try:
+            known = _check_marker(data_dir / "marker.json", node_id)
+            (data_dir / "namespaces").mkdir(mode=0o700, exist_ok=True)
+            index._load_namespaces()
+            index._open_or_replace_database(expected=known)
+        except OSError as error:
+            lock.release()
+            raise PreflightError(f"{data_dir} cannot be used: {error}") from error
+        except BaseException:
+            lock.release()
+            raise
+        return index
+
+    # -- incarnation and namespaces ------------------------------------------------------------
+
+    def next_incarnation(self) -> Incarnation:
+        """A number greater than any returned before for this directory, durable on return.
+
+        At least the clock's Unix seconds, so that it grows even when all of the data is lost.
+        """
+        path = self._dir / "incarnation"
+        with self._mutex:
+            stored = [0]
+            with contextlib.suppress(FileNotFoundError, ValueError):
+                stored.append(int(path.read_text("ascii")))
+            packed = self._get(_INCARNATION)
+            if packed is not None:
+                stored.append(int.from_bytes(packed, "little"))
+            incarnation = max(max(stored) + 1, int(time.time()))
+            write_durably(path, b"%d" % incarnation)
+            batch = WriteBatch(raw_mode=True)
+            batch.put(_INCARNATION, incarnation.to_bytes(8, "little"))
+            self._write(batch)
+        return Incarnation(incarnation)
+
+    def put_namespace(self, namespace: Namespace) -> None:
+        """Keep a namespace over restarts; durable on return."""
+        with self._mutex:
+            if self._namespaces.get(namespace.id) == namespace:
+                return
+            write_durably(self._namespace_path(namespace.id), namespace.to_json().encode("ascii"))
+            self._namespaces[namespace.id] = namespace
+
+    def namespaces(self) -> dict[NamespaceId, Namespace]:
+        with self._mutex:
+            return dict(self._namespaces)
+
+    # -- rows ----------------------------------------------------------------------------------
+
+    def put_rows(self, rows: Sequence[SsdRow]) -> None:
+        """Store all of `rows` or none; a row replaces the earlier one of the same part."""
+        batch = WriteBatch(raw_mode=True)
+        for row in rows:
+            batch.put(_row_key(row), row.pack())
+        self._write(batch)
+
+    def delete_rows(self, rows: Sequence[SsdRow]) -> None:
+        """Forget the parts that `rows` name, wherever their stored rows point."""
+        batch = WriteBatch(raw_mode=True)
+        for row in rows:
+            batch.delete(_row_key(row))
+        self._write(batch)
+
+    def rows(self) -> Iterator[SsdRow]:
+        """All rows, as of the call. Entries that are no rows are skipped and counted.
+
+        Damage found while reading moves the database aside; `was_rebuilt` is then True and there
+        are no rows.
+        """
+        with self._mutex:
+            try:
+                return iter(self._scan())
+            except CorruptionError as error:
+                self._set_database_aside(str(error))
+                return iter(())
+
+    def covered_through(self) -> int:
+        """Rows of segments up to this number are all here: what is missing was forgotten."""
+        packed = self._get(_COVERED)
+        return 0 if packed is None else int.from_bytes(packed, "little")
+
+    def mark_covered(self, segment: int) -> None:
+        """Record that the rows of all segments up to `segment` have been put."""
+        batch = WriteBatch(raw_mode=True)
+        batch.put(_COVERED, segment.to_bytes(8, "little"))
+        self._write(batch)
+
+    # -- life ----------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Close the database and give the directory up. A second call does nothing."""
+        with self._mutex:
+            if self._closed:
+                return
+            self._closed = True
+            if self._database is not None:
+                self._database.close()
+                self._database = None
+            self._directory_lock.release()
+
+    def check_integrity(self) -> None:
+        """Assert that each namespace is durable and each stored row is readable."""
+        with self._mutex:
+            for namespace_id, namespace in self._namespaces.items():
+                text = self._namespace_path(namespace_id).read_text("ascii")
+                assert Namespace.from_json(text) == namespace, f"{namespace_id.hex()} differs"
+                assert namespace.id == namespace_id, f"{namespace_id.hex()} is {namespace.id.hex()}"
+            before = self.unreadable_rows
+            rows = self._scan()
+            assert self.unreadable_rows == before, "the database holds entries that are no rows"
+            assert len({row.key for row in rows}) == len(rows), "one part has two rows"
+
+    # -- inside --------------------------------------------------------------------------------
+
+    def _namespace_path(self, namespace_id: NamespaceId) -> Path:
+        return self._dir / "namespaces" / f"{namespace_id.hex()}.json"
+
+    def _load_namespaces(self) -> None:
+        for path in sorted((self._dir / "namespaces").glob("*.json")):
+            try:
+                if path.stat().st_size > MAX_NAMESPACE_BYTES:
+                    raise InvalidRequestError("file is too large")
+                namespace = Namespace.from_json(path.read_bytes().decode("ascii"))
+                if path.stem != namespace.id.hex():
+                    raise InvalidRequestError(f"content has the id {namespace.id.hex()}")
+            except (InvalidRequestError, UnicodeDecodeError, OSError) as error:
+                self.unreadable_namespaces += 1
+                _log.warning("namespace file %s is left unread: %s", path, error)
+                continue
+            self._namespaces[namespace.id] = namespace
+
+    def _open_or_replace_database(self, *, expected: bool) -> None:
+        existed = self._database_dir.is_dir() and any(self._database_dir.iterdir())
+        if not existed:
+            self._database = self._open_database()
+            self.was_rebuilt = expected
+            return
+        try:
+            if not (self._database_dir / "CURRENT").is_file():
+                raise CorruptionError("CURRENT is missing")  # RocksDB would begin anew in place
+            self._database = self._open_database()
+        except CorruptionError as error:
+            self._set_database_aside(str(error))
+
+    def _open_database(self) -> Rdict:
+        options = Options(raw_mode=True)
+        options.create_if_missing(True)
+        options.set_keep_log_file_num(4)
+        options.set_max_total_wal_size(64 << 20)
+        try:
+            return Rdict(str(self._database_dir), options)
+        except Exception as error:  # the library raises bare Exception with RocksDB's status text
+            if any(words in str(error).lower() for words in _NOT_DAMAGE):
+                raise OSError(errno.EIO, f"local index: {error}") from error
+            raise CorruptionError(f"local index: {error}") from error
+
+    def _set_database_aside(self, why: str) -> None:
+        if self._database is not None:
+            with contextlib.suppress(Exception):  # it is damaged; only the handle matters
+                self._database.close()
+            self._database = None
+        number = 1
+        while (aside := self._dir / f"rocksdb.corrupt-{number}").exists():
+            number += 1
+        self._database_dir.rename(aside)
+        self.was_rebuilt = True
+        _log.warning("local index was damaged (%s); moved to %s, rebuilding", why, aside)
+        self._database = self._open_database()
+
+    def _live(self) -> Rdict:
+        """The open database. After a failed write it is opened again here: RocksDB itself stays
+        read-only after an I/O error."""
+        if self._closed:
+            raise OSError(errno.EBADF, "local index is closed")
+        if self._database is None:
+            try:
+                self._database = self._open_database()
+            except CorruptionError as error:
+                raise OSError(errno.EIO, str(error)) from error
+        return self._database
+
+    def _get(self, key: bytes) -> bytes | None:
+        with self._mutex:
+            try:
+                value = self._live().get(key)
+            except OSError:
+                raise
+            except Exception as error:  # as in _open_database
+                raise OSError(errno.EIO, f"local index: {error}") from error
+            return value if isinstance(value, bytes) and len(value) == 8 else None
+
+    def _write(self, batch: WriteBatch) -> None:
+        if not len(batch):
+            return
+        with self._mutex:
+            database = self._live()
+            try:
+                database.write(batch)
+            except Exception as error:  # as in _open_database
+                self._database = None
+                with contextlib.suppress(Exception):  # the write's error is the one to report
+                    database.close()
+                raise OSError(errno.EIO, f"local index: {error}") from error
+
+    def _scan(self) -> list[SsdRow]:
+        """Raises CorruptionError if RocksDB cannot read its files to the end."""
+        found: list[SsdRow] = []
+        iterator = self._live().iter()
+        try:
+            iterator.seek(_ROW_PREFIX)
+            while iterator.valid():
+                key: bytes = iterator.key()
+                if not key.startswith(_ROW_PREFIX):
+                    break
+                try:
+                    row = SsdRow.unpack(iterator.value())
+                    if _row_key(row) != key:
+                        raise CorruptionError("row is stored under another key")
+                    found.append(row)
+                except CorruptionError as error:
+                    self.unreadable_rows += 1
+                    _log.warning("an entry of the local index is skipped: %s", error)
+                iterator.next()
+            iterator.status()  # an iterator ends early, without a word, at a damaged block
+        except Exception as error:  # as in _open_database
+            raise CorruptionError(f"local index: {error}") from error
+        finally:
+            del iterator  # a live iterator keeps the database locked after close()
+        return found
+
+
+def _row_key(row: SsdRow) -> bytes:
+    return _ROW_PREFIX + row.namespace_id + row.block_hash + row.part.to_bytes(4, "big")
+
+
+def _check_marker(path: Path, node_id: str) -> bool:
+    """Whether this directory was used before. Writes the marker if it is new.
+
+    Raises:
+        PreflightError: it belongs to another node or another format.
+    """
+    try:
+        marker = json.loads(path.read_bytes())
+        owner, version = marker["node_id"], marker["format"]
+    except FileNotFoundError:
+        content = {"format": DATA_FORMAT, "node_id": node_id}
+        write_durably(path, json.dumps(content, sort_keys=True).encode())
+        return False
+    except (ValueError, KeyError, TypeError) as error:
+        raise PreflightError(
+            f"{path} is not a marker of ours ({error}); remove it if the directory belongs to"
+            f" node {node_id}, or set daemon.data_dir to another one"
+        ) from error
+    if version != DATA_FORMAT:
+        raise PreflightError(
+            f"{path.parent} has data format {version}, this daemon writes {DATA_FORMAT};"
+            " set daemon.data_dir to an empty directory"
+        )
+    if owner != node_id:
+        raise PreflightError(
+            f"{path.parent} belongs to node {owner!r}, this is node {node_id!r};"
+            " set node.id back or daemon.data_dir to this node's directory"
+        )
+    return True
