@@ -1,10 +1,11 @@
 """Start of the SSD tier: which rows are live, after whatever end the last daemon came to.
 
 The truth is in the segment files, the local index is its cache. A segment up to the index's
-`covered_through` has all its rows there; what is missing from it was forgotten on purpose. Of later
-segments the footer is read or, where there is none, the records one after the other up to the first
-that is torn. Scanning never looks behind a torn record: payload bytes are strangers' and could be
-made to look like a record. Nothing is ever appended to a file found at start; an open one is sealed.
+`covered_through` has all its rows there; what is missing from it was forgotten on purpose. Of
+later segments the footer is read or, where there is none, the records one after the other up to
+the first that is torn. Scanning never looks behind a torn record: payload bytes are strangers' and
+could be made to look like a record. Nothing is ever appended to a file found at start; an open one
+is sealed.
 """
 
 from __future__ import annotations
@@ -140,7 +141,10 @@ def _inspect(
     reader: SegmentReader, number: int, stored: Sequence[SsdRow], covered: bool
 ) -> _Inspection:
     """Raises CorruptionError if the file is damaged and holds nothing, OSError if unreadable."""
+    if reader.file_bytes == 0:  # killed while creating it
+        return _Inspection((), PAGE_BYTES, 0, 0, False)
     known = [row for row in stored if row.end <= reader.file_bytes]
+    never_begun = not any(reader.page(0))
     damaged = _has_bad_header(reader, number)
     if damaged:
         # Something wrote over the file: believe only what reads back whole.
@@ -157,6 +161,8 @@ def _inspect(
     scanned, scanned_end, torn = _scan(reader, number, {row.offset: row for row in known})
     rows = tuple({row.offset: row for row in (*scanned, *known)}.values())
     if damaged and not rows:
+        if never_begun and not torn:
+            return _Inspection((), PAGE_BYTES, reader.file_bytes, 0, False)
         raise CorruptionError(f"segment {number}: header damaged, no record readable")
     records_end = max(scanned_end, known_end)
     file_bytes = reader.file_bytes

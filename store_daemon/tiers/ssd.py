@@ -19,6 +19,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+
 from emberkv_proto.errors import IntegrityError, PreflightError
 from emberkv_proto.shm_layout import align_up
 from emberkv_proto.types import BlockHash, NamespaceId
@@ -133,6 +135,8 @@ class SsdTier:
         self._retry_at = 0.0
         self._next_number = recovered.highest_number + 1
         self._live = dict(recovered.changes.live)
+        self._undeleted: dict[RowKey, SsdRow] = {}
+        """Rows that the index failed to delete; tried again with the next change."""
         self._segments = {
             found.number: _Segment(found.number, found.path, found.file_bytes, found.records_end)
             for found in recovered.segments
@@ -191,6 +195,11 @@ class SsdTier:
             return sum(s.file_bytes for s in self._segments.values()) + sum(
                 self._set_aside.values()
             )
+
+    @property
+    def largest_payload(self) -> int:
+        """The longest part that fits in a segment."""
+        return segments.largest_payload(self._config.segment_bytes)
 
     def recovered_rows(self) -> list[SsdRow]:
         """Every live row; after `open()`, what recovery found."""
@@ -265,13 +274,15 @@ class SsdTier:
         return ""
 
     def _refusal(self, record: SsdRecord) -> str | None:
-        if record.length < 1 or len(record.payload) != align_up(record.length):
-            return f"payload of {len(record.payload)} bytes for a length of {record.length}"
-        largest = segments.largest_payload(self._config.segment_bytes)
-        if len(record.payload) > largest:
+        payload = record.payload
+        if record.length < 1 or not len(payload) == payload.nbytes == align_up(record.length):
+            return f"payload of {payload.nbytes} bytes for a length of {record.length}"
+        if np.frombuffer(payload, np.uint8).ctypes.data % PAGE_BYTES:
+            return f"payload is not on a boundary of {PAGE_BYTES} bytes"
+        if payload.nbytes > self.largest_payload:
             return (
                 f"payload of {record.length} bytes does not fit in a segment, which takes"
-                f" {largest}; raise ssd.segment_bytes"
+                f" {self.largest_payload}; raise ssd.segment_bytes"
             )
         return None
 
@@ -311,6 +322,7 @@ class SsdTier:
         write_fully(target.fd, buffers, segment.records_end)
         os.fdatasync(target.fd)
         with self._mutex:
+            self._delete_from_index()
             self._index.put_rows(rows)
             for row in rows:
                 earlier = self._live.get(row.key)
@@ -333,16 +345,18 @@ class SsdTier:
             return
         segment, fd = self._open.segment, self._open.fd
         self._open = None
-        try:
-            with self._mutex:
-                rows = list(segment.rows.values())
-            file_bytes = seal_segment(fd, segment.number, rows, segment.records_end)
-            with self._mutex:
-                self.bytes_written += file_bytes - segment.records_end
-                segment.file_bytes = file_bytes
-        finally:
-            os.close(fd)
-            self._index.mark_covered(segment.number)
+        with self._mutex:
+            try:
+                if segment.rows:
+                    rows = list(segment.rows.values())
+                    segment.file_bytes = seal_segment(fd, segment.number, rows, segment.records_end)
+                    self.bytes_written += segment.file_bytes - segment.records_end
+                else:
+                    segment.path.unlink(missing_ok=True)
+                    del self._segments[segment.number]
+            finally:
+                os.close(fd)
+                self._index.mark_covered(segment.number)
 
     def _degrade(self, error: OSError) -> None:
         self.state = f"degraded: {error}"
@@ -382,7 +396,8 @@ class SsdTier:
             finally:
                 os.close(fd)
         except BaseException:
-            self.failed_reads += 1
+            with self._mutex:
+                self.failed_reads += 1
             raise
         finally:
             self._free_pages.append(page)
@@ -426,11 +441,17 @@ class SsdTier:
         for row in rows:
             del self._live[row.key]
             del self._segments[row.segment].rows[row.key]
+            self._undeleted[row.key] = row
         try:
-            self._index.delete_rows(rows)
+            self._delete_from_index()
         except OSError as error:  # rows that stay there point to nothing, or to checked bytes
             self.state = f"degraded: {error}"
-            _log.warning("rows stay in the local index until the next start: %s", error)
+            _log.warning("rows stay in the local index for now: %s", error)
+
+    def _delete_from_index(self) -> None:
+        if self._undeleted:
+            self._index.delete_rows(list(self._undeleted.values()))
+            self._undeleted.clear()
 
     # -- life ----------------------------------------------------------------------------------
 
@@ -451,7 +472,7 @@ class SsdTier:
 
     def check_integrity(self) -> None:
         """Assert that rows, extents, files and the local index agree. Reads no payload."""
-        with self._writer, self._mutex:
+        with self._mutex:
             by_segment = {
                 key: row for segment in self._segments.values() for key, row in segment.rows.items()
             }
@@ -468,6 +489,8 @@ class SsdTier:
                 assert end <= segment.records_end <= segment.file_bytes
             if self.state == OK:
                 stored = {row.key: row for row in self._index.rows()}
+                for key in self._undeleted:
+                    stored.pop(key, None)
                 assert stored == self._live, "local index differs from the live rows"
 
 
