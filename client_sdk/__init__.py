@@ -1,0 +1,24 @@
+"""EmberKV's client: what an inference engine uses to keep and find KV blocks."""
+
+from client_sdk.async_client import AsyncClient, AsyncLease, AsyncStagedWrite
+from client_sdk.attached_pool import AttachedPool, gather_from_pages, scatter_into_pages
+from client_sdk.connection import ClientCounters
+from client_sdk.status import NodeStatus, TierStatus
+from client_sdk.sync_client import Lease, OperatorClient, ProbeResult, StagedWrite, SyncClient
+
+__all__ = [
+    "AsyncClient",
+    "AsyncLease",
+    "AsyncStagedWrite",
+    "AttachedPool",
+    "ClientCounters",
+    "Lease",
+    "NodeStatus",
+    "OperatorClient",
+    "ProbeResult",
+    "StagedWrite",
+    "SyncClient",
+    "TierStatus",
+    "gather_from_pages",
+    "scatter_into_pages",
+]

@@ -1,0 +1,333 @@
+"""What a session lends: leased blocks to read, staged blocks to write.
+
+Bookkeeping only; the clients ask the daemon. A view is plain memory: once handed out it cannot be
+taken back, so a reader copies first and then asks `is_valid`, and trusts the copy only if it holds.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Sequence
+
+from client_sdk.session import SessionLostError, SessionState
+from emberkv_proto import hashing
+from emberkv_proto.convert import u64s_from_wire
+from emberkv_proto.errors import (
+    CorruptionError,
+    InvalidRequestError,
+    LeaseExpiredError,
+    StaleIncarnationError,
+    UnknownLeaseError,
+    UnknownStageError,
+)
+from emberkv_proto.types import BLOCK_HASH_BYTES, BlockHash, Source, StageState
+from emberkv_proto.v1 import store_pb2
+from emberkv_proto.wire import MAX_BLOCKS_PER_CALL
+
+
+def pack_hashes(hashes: Sequence[BlockHash]) -> bytes:
+    """Hashes as they travel.
+
+    Raises:
+        InvalidRequestError: over the limit of one call, or one that has not 32 bytes.
+    """
+    if len(hashes) > MAX_BLOCKS_PER_CALL:
+        raise InvalidRequestError(f"{len(hashes)} blocks in one call, limit {MAX_BLOCKS_PER_CALL}")
+    if any(len(block_hash) != BLOCK_HASH_BYTES for block_hash in hashes):
+        raise InvalidRequestError("a block hash has 32 bytes")
+    return b"".join(hashes)
+
+
+class LeasedBlocks:
+    """The leading blocks of an acquire that may be read while the lease lasts.
+
+    Blocks `[0, ready_blocks)` are readable now, up to `usable_blocks` may become so. A miss is a
+    lease over no block.
+    """
+
+    def __init__(
+        self,
+        session: SessionState,
+        asked_blocks: int,
+        granted: store_pb2.AcquireResponse,
+        sent_at: float,
+    ) -> None:
+        """`sent_at`: monotonic seconds before the request left; expiry counts from there.
+
+        Raises:
+            SessionLostError: the answer does not add up.
+        """
+        self.usable_blocks = granted.usable_blocks
+        self.sources: list[Source] = []
+        self._session = session
+        self._id = granted.lease_id
+        self._offsets: list[int] = []
+        self._checksums: list[int] = []
+        self._expires_at = sent_at + granted.expires_in_seconds
+        self._is_released = not granted.lease_id
+        if not granted.lease_id:
+            self.usable_blocks = 0
+            return
+        if self.usable_blocks > asked_blocks:
+            raise SessionLostError(f"{self.usable_blocks} blocks leased, {asked_blocks} asked")
+        self._take(granted.offsets, granted.checksums, granted.ready_blocks, 0)
+        self.sources = _sources(granted.sources, self.usable_blocks)
+        session.lend(self)
+
+    @property
+    def ready_blocks(self) -> int:
+        return len(self._offsets)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every usable block can be read."""
+        return self.ready_blocks >= self.usable_blocks
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether what was read up to now can be trusted. Ask after the copy, not before it."""
+        return (
+            not self._is_released and self._session.is_alive and time.monotonic() < self._expires_at
+        )
+
+    def require_valid(self) -> None:
+        """Raise why `is_valid` is false.
+
+        Raises:
+            UnknownLeaseError: released, or a miss.
+            StaleIncarnationError: the session is over; a new one has other leases.
+            LeaseExpiredError: no heartbeat was answered in time.
+        """
+        if self._is_released:
+            raise UnknownLeaseError("the lease was released, or is over no block")
+        if not self._session.is_alive:
+            raise StaleIncarnationError(
+                f"lease {self._id} ended with its session (incarnation"
+                f" {self._session.terms.incarnation}); acquire again"
+            )
+        late = time.monotonic() - self._expires_at
+        if late >= 0:
+            raise LeaseExpiredError(f"lease {self._id} ended {late:.3f} s ago; acquire again")
+
+    def view(self, block: int) -> memoryview:
+        """Payload of this session's part of a ready block, read-only. O(1), copies nothing.
+
+        Raises:
+            InvalidRequestError: the block is not ready.
+            UnknownLeaseError, StaleIncarnationError, LeaseExpiredError: see `require_valid`.
+        """
+        self.require_valid()
+        return self._session.pool.readable(self._offsets[self._checked(block)])
+
+    def checksum(self, block: int) -> int:
+        """What the block's writer committed. Raises InvalidRequestError when it is not ready."""
+        return self._checksums[self._checked(block)]
+
+    def verify(self, block: int) -> None:
+        """Compare the bytes with their checksum. Reads the whole part.
+
+        Raises:
+            CorruptionError: they differ; recompute the block.
+            UnknownLeaseError, StaleIncarnationError, LeaseExpiredError: see `require_valid`.
+        """
+        found = hashing.checksum(self.view(block))
+        self.require_valid()
+        if found != self.checksum(block):
+            raise CorruptionError(
+                f"block {block} of lease {self._id}: checksum {found:#018x},"
+                f" committed was {self.checksum(block):#018x}"
+            )
+
+    def renew(self, answered_at: float, lease_seconds: float) -> None:
+        """A heartbeat was answered; a lease that had run out by then stays so."""
+        if answered_at < self._expires_at:
+            self._expires_at = max(self._expires_at, answered_at + lease_seconds)
+
+    def check_integrity(self) -> None:
+        """Assert that the counts agree and every offset lies in the pool."""
+        assert self.ready_blocks <= self.usable_blocks, "more ready than usable blocks"
+        assert len(self._checksums) == self.ready_blocks, "a ready block has no checksum"
+        assert len(self.sources) == self.usable_blocks, "a usable block has no source"
+        assert all(self._session.pool.holds(offset) for offset in self._offsets)
+
+    def __del__(self) -> None:
+        # Half-built objects get here too.
+        if not getattr(self, "_is_released", True):
+            self._session.give_back(self)
+            if self._session.is_alive:
+                warnings.warn(f"lease {self._id} was dropped, not released", ResourceWarning, 2)
+
+    def _extend(self, from_block: int, answer: store_pb2.WaitResponse) -> None:
+        """Take over what a wait brought. Raises SessionLostError when it does not add up."""
+        if answer.usable_blocks > self.usable_blocks:
+            raise SessionLostError("a lease grew while it was waited for")
+        if from_block == self.ready_blocks <= answer.usable_blocks:
+            brought = answer.ready_blocks - from_block
+            self._take(answer.offsets, answer.checksums, answer.ready_blocks, from_block)
+            self.sources[from_block : from_block + brought] = _sources(answer.sources, brought)
+        self.usable_blocks = max(answer.usable_blocks, self.ready_blocks)
+        del self.sources[self.usable_blocks :]
+
+    def _take(self, offsets: bytes, checksums: bytes, ready_blocks: int, from_block: int) -> None:
+        brought = ready_blocks - from_block
+        if brought < 0 or len(offsets) != 8 * brought or len(checksums) != 8 * brought:
+            raise SessionLostError(
+                f"{len(offsets)} bytes of offsets and {len(checksums)} of checksums"
+                f" for {brought} ready blocks"
+            )
+        fresh = u64s_from_wire(offsets)
+        if ready_blocks > self.usable_blocks or not all(map(self._session.pool.holds, fresh)):
+            raise SessionLostError("a leased block lies outside the lease or the pool")
+        self._offsets += fresh
+        self._checksums += u64s_from_wire(checksums)
+
+    def _checked(self, block: int) -> int:
+        if not 0 <= block < self.ready_blocks:
+            raise InvalidRequestError(f"block {block} is not one of {self.ready_blocks} ready ones")
+        return block
+
+    def _end(self) -> bool:
+        """Give the lease back; return whether the daemon has still to be told."""
+        if self._is_released:
+            raise UnknownLeaseError(f"lease {self._id} is not held; it can be released once")
+        self._is_released = True
+        must_tell = self._session.is_alive
+        self._session.give_back(self)
+        return must_tell
+
+
+class StagedBlocks:
+    """Slots granted for blocks that are not in the store yet. Invisible until committed."""
+
+    def __init__(
+        self,
+        session: SessionState,
+        hashes: Sequence[BlockHash],
+        granted: store_pb2.StageResponse,
+        sent_at: float,
+    ) -> None:
+        """Raises SessionLostError when the answer does not add up."""
+        self._session = session
+        self._hashes = tuple(hashes)
+        self._id = granted.stage_id
+        self._offsets = u64s_from_wire(granted.offsets)
+        self._expires_at = sent_at + session.terms.lease_seconds
+        self._is_open = False
+        count = len(self._hashes)
+        if len(granted.states) != count or len(self._offsets) != count:
+            raise SessionLostError(f"{len(granted.states)} states for {count} staged blocks")
+        try:
+            self.states = [StageState(state) for state in granted.states]
+        except ValueError as error:
+            raise SessionLostError(f"a stage state is unknown: {error}") from None
+        self._uncommitted = {i for i, s in enumerate(self.states) if s is StageState.GRANTED}
+        if bool(self._uncommitted) != bool(self._id):
+            raise SessionLostError("a stage without slots has an id, or slots have none")
+        if not all(session.pool.holds(self._offsets[i]) for i in self._uncommitted):
+            raise SessionLostError("a staged slot lies outside the pool")
+        self._is_open = bool(self._uncommitted)
+        if self._is_open:
+            session.lend(self)
+
+    @property
+    def granted(self) -> list[int]:
+        """Numbers of the blocks that were granted and are not committed yet."""
+        return sorted(self._uncommitted)
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether granted slots may still be written."""
+        return self._is_open and self._session.is_alive and time.monotonic() < self._expires_at
+
+    def require_valid(self) -> None:
+        """Raise why `is_valid` is false.
+
+        Raises:
+            UnknownStageError: committed or aborted, or nothing was granted.
+            StaleIncarnationError: the session is over, or was not heard of for too long.
+        """
+        if not self._is_open:
+            raise UnknownStageError("nothing is staged here: committed, aborted or never granted")
+        if not self.is_valid:
+            raise StaleIncarnationError(
+                f"stage {self._id} ended with its session (incarnation"
+                f" {self._session.terms.incarnation}); stage again"
+            )
+
+    def view(self, block: int) -> memoryview:
+        """The writable payload of a granted block.
+
+        Every write, device copies included, must be over before `commit`; after it the bytes are
+        others' to read.
+
+        Raises:
+            InvalidRequestError: the block was not granted, or is committed.
+            UnknownStageError, StaleIncarnationError: see `require_valid`.
+        """
+        self.require_valid()
+        return self._session.pool.writable(self._offsets[self._checked(block)])
+
+    def renew(self, answered_at: float, lease_seconds: float) -> None:
+        if answered_at < self._expires_at:
+            self._expires_at = max(self._expires_at, answered_at + lease_seconds)
+
+    def check_integrity(self) -> None:
+        """Assert that what is uncommitted was granted and lies in the pool."""
+        assert all(self.states[i] is StageState.GRANTED for i in self._uncommitted)
+        assert all(self._session.pool.holds(self._offsets[i]) for i in self._uncommitted)
+        assert self._is_open or not self._uncommitted, "closed with uncommitted blocks"
+
+    def __del__(self) -> None:
+        if getattr(self, "_is_open", False):
+            self._session.give_back(self)
+            if self._session.is_alive:
+                warnings.warn(f"stage {self._id} was dropped, not closed", ResourceWarning, 2)
+
+    def _commit_request(
+        self, indices: Sequence[int] | None, checksums: Sequence[int] | None
+    ) -> store_pb2.CommitRequest:
+        chosen = self.granted if indices is None else [self._checked(i) for i in indices]
+        if len(set(chosen)) != len(chosen):
+            raise InvalidRequestError("a block is named twice in one commit")
+        if checksums is None:
+            checksums = [hashing.checksum(self.view(i)) for i in chosen]
+        if len(checksums) != len(chosen):
+            raise InvalidRequestError(f"{len(checksums)} checksums for {len(chosen)} blocks")
+        self.require_valid()
+        return store_pb2.CommitRequest(
+            stage_id=self._id,
+            hashes=b"".join(self._hashes[i] for i in chosen),
+            checksums=b"".join(value.to_bytes(8, "little") for value in checksums),
+        )
+
+    def _committed(self, request: store_pb2.CommitRequest) -> None:
+        """The daemon took these blocks."""
+        packed = request.hashes
+        done = {packed[i : i + BLOCK_HASH_BYTES] for i in range(0, len(packed), BLOCK_HASH_BYTES)}
+        self._uncommitted = {i for i in self._uncommitted if self._hashes[i] not in done}
+        if not self._uncommitted:
+            self._end()
+
+    def _checked(self, block: int) -> int:
+        if block not in self._uncommitted:
+            raise InvalidRequestError(f"block {block} is not granted here, or is committed")
+        return block
+
+    def _end(self) -> bool:
+        """Stop writing; return whether the daemon has still to be told of an abort."""
+        must_tell = self._is_open and bool(self._uncommitted) and self._session.is_alive
+        self._is_open = False
+        self._uncommitted = set()
+        self._session.give_back(self)
+        return must_tell
+
+
+def _sources(packed: bytes, count: int) -> list[Source]:
+    """Raises SessionLostError on a wrong count or an unknown source."""
+    if len(packed) != count:
+        raise SessionLostError(f"{len(packed)} sources for {count} blocks")
+    try:
+        return [Source(value) for value in packed]
+    except ValueError as error:
+        raise SessionLostError(f"a block's source is unknown: {error}") from None

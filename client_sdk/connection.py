@@ -1,0 +1,263 @@
+"""A blocking connection that opens itself when needed, and the counters of its calls."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+from weakref import WeakSet
+
+from google.protobuf.message import Message
+
+from client_sdk.session import (
+    Backoff,
+    Endpoint,
+    M,
+    Session,
+    SessionLostError,
+    SessionState,
+    open_session,
+)
+from emberkv_proto.errors import EmberError, StaleIncarnationError, UnavailableError
+from emberkv_proto.v1 import common_pb2, store_pb2
+from emberkv_proto.wire import Method
+
+B = TypeVar("B")
+
+
+@dataclass(slots=True)
+class ClientCounters:
+    """What a client has done since it was made."""
+
+    calls: int = 0
+    errors: int = 0
+    reconnects: int = 0
+
+
+class Connection:
+    """Calls to one daemon, one at a time, on a session that is opened when it is first needed.
+
+    A call costs at most `timeout_seconds` (and what the caller itself asked to wait), connecting
+    included. A lost session fails the call in flight; the next call opens another, held back by
+    `Backoff`: a call that may not try yet fails at once.
+    """
+
+    def __init__(self, endpoint: Endpoint, timeout_seconds: float) -> None:
+        """Raises InvalidRequestError when the endpoint can never be reached as it is."""
+        endpoint.check_path()
+        self.endpoint = endpoint
+        self.counters = ClientCounters()
+        self.is_draining = False
+        self._timeout_seconds = timeout_seconds
+        self._backoff = Backoff()
+        self._last_failure = ""
+        self._renewed_at = 0.0
+        self._session: Session | None = None
+        self._has_connected = False
+        self._is_closed = False
+        self._lock = threading.RLock()
+        _connections.add(self)
+
+    @property
+    def session(self) -> Session | None:
+        """The live session, if there is one."""
+        session = self._session
+        return session if session is not None and session.is_alive else None
+
+    def connect(self) -> Session:
+        """Open the session now, whatever the back-off says.
+
+        Raises:
+            UnavailableError: no daemon there, or it does not answer; names the path and the fix.
+            AccessDeniedError, LayoutMismatchError, InvalidRequestError: it will not have us.
+        """
+        with self._lock:
+            return self.session or self._open(time.monotonic() + self._timeout_seconds)
+
+    def call(
+        self, method: Method, request: Message, answer: type[M], wait_seconds: float = 0.0
+    ) -> M:
+        """Ask on the live session, or on a new one.
+
+        Raises:
+            UnavailableError: no session can be had, or it was lost; a miss for an engine.
+            EmberError: what the daemon answered.
+        """
+        with self._lock:
+            deadline = time.monotonic() + self._timeout_seconds + wait_seconds
+            return self._ask(self._ready(deadline), method, request, answer, deadline)
+
+    def call_on(
+        self,
+        session: SessionState,
+        method: Method,
+        request: Message,
+        answer: type[M],
+        wait_seconds: float = 0.0,
+    ) -> M:
+        """Ask on this very session, whose lease or stage the request names.
+
+        Raises:
+            StaleIncarnationError: it is over.
+            EmberError: as `call`.
+        """
+        with self._lock:
+            own = self.session
+            if own is None or own is not session:
+                raise StaleIncarnationError(
+                    f"the session with node {session.terms.node_id} is over; ask again"
+                )
+            deadline = time.monotonic() + self._timeout_seconds + wait_seconds
+            return self._ask(own, method, request, answer, deadline)
+
+    def borrow(
+        self,
+        method: Method,
+        request: Message,
+        answer: type[M],
+        build: Callable[[Session, M, float], B],
+    ) -> B:
+        """As `call`, and make what the session lends of it, before anybody else can lose it.
+
+        `build` gets the session, the answer, and when the request left. A SessionLostError of
+        its own ends the session too.
+        """
+        with self._lock:
+            deadline = time.monotonic() + self._timeout_seconds
+            session = self._ready(deadline)
+            sent_at = time.monotonic()
+            message = self._ask(session, method, request, answer, deadline)
+            try:
+                return build(session, message, sent_at)
+            except SessionLostError as error:
+                self.lose(session, str(error))
+                raise
+
+    def tell(self, session: SessionState, method: Method, request: Message) -> None:
+        """Tell the daemon that something ended. If it is away, that has ended by itself."""
+        try:
+            self.call_on(session, method, request, common_pb2.Empty)
+        except (UnavailableError, StaleIncarnationError):
+            return  # counted already
+
+    def heartbeat(self) -> None:
+        """Renew leases and stages. Raises as `call`."""
+        with self._lock:
+            deadline = time.monotonic() + self._timeout_seconds
+            self._beat(self._ready(deadline), deadline)
+
+    def close(self) -> None:
+        """Hang up; leases and stages end. Idempotent; later calls raise UnavailableError."""
+        with self._lock:
+            self._is_closed = True
+            if self._session is not None:
+                self._session.close()
+                self._session = None
+
+    def check_integrity(self) -> None:
+        with self._lock:
+            if self._session is not None:
+                self._session.check_integrity()
+            assert not (self._is_closed and self._session), "closed with a session"
+
+    def _ready(self, deadline: float) -> Session:
+        session = self.session
+        if session is not None:
+            return session
+        self.counters.calls += 1
+        try:
+            wait_seconds = self._backoff.wait_seconds(time.monotonic())
+            if wait_seconds > 0:
+                raise UnavailableError(
+                    f"{self._last_failure} (next attempt in {wait_seconds:.1f} s)"
+                )
+            return self._open(deadline)
+        except UnavailableError:
+            self.counters.errors += 1
+            raise
+        except EmberError as error:
+            # While serving, a daemon that refuses us is as good as none.
+            self.counters.errors += 1
+            raise UnavailableError(str(error)) from error
+
+    def _open(self, deadline: float) -> Session:
+        if self._is_closed:
+            raise UnavailableError("this client is closed")
+        began = time.monotonic()
+        try:
+            session = open_session(self.endpoint, max(deadline - began, 1e-3))
+        except EmberError as error:
+            now = time.monotonic()
+            self._backoff.failed(now, now - began)
+            self._last_failure = str(error)
+            raise
+        self._session = session
+        self._renewed_at = time.monotonic()
+        self.counters.reconnects += self._has_connected
+        self._has_connected = True
+        return session
+
+    def _ask(
+        self, session: Session, method: Method, request: Message, answer: type[M], deadline: float
+    ) -> M:
+        # The background thread may be kept from the lock by a busy caller; leases must not starve.
+        if time.monotonic() - self._renewed_at > session.terms.heartbeat_seconds:
+            self._beat(session, deadline)
+        return self._exchange(session, method, request, answer, deadline)
+
+    def _beat(self, session: Session, deadline: float) -> None:
+        answer = self._exchange(
+            session,
+            Method.HEARTBEAT,
+            store_pb2.HeartbeatRequest(),
+            store_pb2.HeartbeatResponse,
+            deadline,
+        )
+        self._renewed_at = time.monotonic()
+        self.is_draining = answer.draining
+        session.renew(self._renewed_at)
+
+    def _exchange(
+        self, session: Session, method: Method, request: Message, answer: type[M], deadline: float
+    ) -> M:
+        self.counters.calls += 1
+        try:
+            result = session.call(method, request, answer, max(deadline - time.monotonic(), 1e-3))
+        except SessionLostError as error:
+            self.counters.errors += 1
+            self.lose(session, str(error))
+            raise
+        except EmberError:
+            self.counters.errors += 1
+            raise
+        self._backoff.succeeded()
+        return result
+
+    def lose(self, session: SessionState, why: str) -> None:
+        """End a session that broke, or whose answers do not add up."""
+        with self._lock:
+            self._last_failure = why
+            session.retire()
+            if self._session is session:
+                self._session = None
+
+    def _forked(self) -> None:
+        """In a child process: the parent's session is not ours."""
+        self._lock = threading.RLock()
+        if self._session is not None:
+            self._session.forsake()
+        self._session = None
+
+
+_connections: WeakSet[Connection] = WeakSet()
+
+
+def _after_fork() -> None:
+    for connection in list(_connections):
+        connection._forked()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,400 @@
+"""A session with the store daemon: the handshake, its terms, and what ends with it.
+
+The socket is the session. Leases and staged writes are borrowed from it, and are void once it is
+lost. A lost session keeps its socket open until its last borrower has left, so that a daemon that
+was only slow does not hand a slot to another while this process still copies.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from array import array
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, TypeVar
+from weakref import WeakSet
+
+from google.protobuf.message import DecodeError, Message
+
+from client_sdk.attached_pool import AttachedPool
+from emberkv_proto import __version__
+from emberkv_proto.convert import engine_to_wire, namespace_id_from_wire
+from emberkv_proto.errors import (
+    AccessDeniedError,
+    EmberError,
+    FrameError,
+    InvalidRequestError,
+    LayoutMismatchError,
+    UnavailableError,
+    error_from_wire,
+)
+from emberkv_proto.layout import Namespace
+from emberkv_proto.types import EngineInfo, Incarnation, NamespaceId, NodeId
+from emberkv_proto.v1 import common_pb2, store_pb2
+from emberkv_proto.wire import HEADER, PROTOCOL, FrameHeader, Method, pack_frame, unpack_header
+
+MAX_SOCKET_PATH_BYTES = 107
+_READ_BYTES = 64 * 1024
+_MAX_DESCRIPTORS = 4
+M = TypeVar("M", bound=Message)
+
+
+class SessionLostError(UnavailableError):
+    """The connection broke, timed out or made no sense: the session is over."""
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where a client connects, and what it says of itself. Without a namespace: an operator."""
+
+    socket_path: Path
+    namespace: Namespace | None = None
+    part: int = 0
+    engine: EngineInfo | None = None
+    client_name: str = ""
+
+    def hello(self) -> store_pb2.HelloRequest:
+        return store_pb2.HelloRequest(
+            protocol=PROTOCOL,
+            client=self.client_name or f"emberkv {__version__} pid {os.getpid()}",
+            namespace_json=self.namespace.to_json() if self.namespace else "",
+            part=self.part,
+            engine=engine_to_wire(self.engine) if self.engine else None,
+        )
+
+    def check_path(self) -> None:
+        """Raises InvalidRequestError when no AF_UNIX address can carry the path."""
+        length = len(os.fsencode(self.socket_path))
+        if length > MAX_SOCKET_PATH_BYTES:
+            raise InvalidRequestError(
+                f"socket path {self.socket_path} has {length} bytes, the limit is"
+                f" {MAX_SOCKET_PATH_BYTES}; choose a shorter daemon.socket_path"
+            )
+
+    def describe(self, error: OSError) -> EmberError:
+        """What a failed connect means, and the next step."""
+        path = self.socket_path
+        if isinstance(error, PermissionError):
+            return AccessDeniedError(
+                f"uid {os.getuid()} may not open {path}; add it to daemon.allowed_uids and let it"
+                " enter the socket's directory"
+            )
+        if isinstance(error, FileNotFoundError):
+            return UnavailableError(
+                f"no socket at {path}; start the store daemon, or point this client at its"
+                " daemon.socket_path"
+            )
+        if isinstance(error, ConnectionRefusedError):
+            return UnavailableError(
+                f"nobody listens at {path}: the store daemon is gone; start it again"
+            )
+        return UnavailableError(f"cannot connect to {path}: {error}; is the store daemon healthy?")
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What the daemon said when it opened the session."""
+
+    node_id: NodeId
+    incarnation: Incarnation
+    session_id: int
+    namespace_id: NamespaceId | None
+    pool_bytes: int
+    part_bytes: int
+    heartbeat_seconds: float
+    lease_seconds: float
+    version: str
+
+
+class Borrower(Protocol):
+    """A lease or staged write: void when its session is."""
+
+    def renew(self, answered_at: float, lease_seconds: float) -> None:
+        """The daemon answered a heartbeat at `answered_at`."""
+        ...
+
+
+class SessionState:
+    """An open session: terms, mapped pool, borrowers. Safe to use from several threads."""
+
+    def __init__(self, sock: socket.socket, terms: Terms, pool: AttachedPool | None) -> None:
+        self.terms = terms
+        self._pool = pool
+        self._sock = sock
+        self._is_alive = True
+        # Reentrant: the collector may drop a borrower while this thread is inside.
+        self._lock = threading.RLock()
+        self._borrowers: WeakSet[Borrower] = WeakSet()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._is_alive
+
+    @property
+    def pool(self) -> AttachedPool:
+        """Raises InvalidRequestError in an operator's session, which maps nothing."""
+        if self._pool is None:
+            raise InvalidRequestError("an operator's session has no pool")
+        return self._pool
+
+    def lend(self, borrower: Borrower) -> None:
+        with self._lock:
+            self._borrowers.add(borrower)
+
+    def give_back(self, borrower: Borrower) -> None:
+        with self._lock:
+            self._borrowers.discard(borrower)
+            if not self._is_alive and not self._borrowers:
+                self._hang_up()
+
+    def renew(self, answered_at: float) -> None:
+        """A heartbeat was answered: the daemon has renewed what had not expired by then."""
+        with self._lock:
+            for borrower in self._borrowers:
+                borrower.renew(answered_at, self.terms.lease_seconds)
+
+    def retire(self) -> None:
+        """Void all borrowers at once; hang up when the last one has left."""
+        with self._lock:
+            self._is_alive = False
+            if not self._borrowers:
+                self._hang_up()
+
+    def close(self) -> None:
+        """Void all borrowers and hang up now: nobody copies any more. Idempotent."""
+        with self._lock:
+            self._is_alive = False
+            self._hang_up()
+
+    def forsake(self) -> None:
+        """In a forked child: drop this copy. The session itself stays the parent's."""
+        self._lock = threading.RLock()  # the parent's other threads may have held the old one
+        self.close()
+
+    def check_integrity(self) -> None:
+        """Assert that a dead session without borrowers holds no socket."""
+        with self._lock:
+            if not self._is_alive and not self._borrowers:
+                assert self._sock.fileno() == -1, "a session is over but its socket is open"
+            if self._is_alive:
+                assert self._sock.fileno() != -1, "a live session has no socket"
+
+    def _hang_up(self) -> None:
+        self._sock.close()
+
+
+class Session(SessionState):
+    """A session on a blocking socket. `call` belongs to one thread at a time."""
+
+    def __init__(self, sock: socket.socket, terms: Terms, pool: AttachedPool | None) -> None:
+        super().__init__(sock, terms, pool)
+        self._last_request_id = 0
+        self._buffer = bytearray(_READ_BYTES)
+
+    def call(self, method: Method, request: Message, answer: type[M], seconds: float) -> M:
+        """Send one request and read its answer within `seconds`.
+
+        Raises:
+            SessionLostError: broken, too late or malformed; the caller retires the session.
+            EmberError: what the daemon answered.
+        """
+        request_id = self._last_request_id = (self._last_request_id + 1) & 0xFFFFFFFF
+        frame = pack_frame(method, request_id, request.SerializeToString())
+        deadline = time.monotonic() + seconds
+        try:
+            self._sock.settimeout(seconds)
+            self._sock.sendall(frame)
+            self._sock.settimeout(max(deadline - time.monotonic(), 1e-4))
+            received = self._sock.recv_into(self._buffer)
+            buffer = self._buffer
+            while (missing := missing_bytes(buffer, received)) > 0:
+                if received + missing > len(buffer):
+                    buffer = buffer + bytearray(received + missing - len(buffer))
+                self._sock.settimeout(max(deadline - time.monotonic(), 1e-4))
+                count = self._sock.recv_into(memoryview(buffer)[received : received + missing])
+                received = received + count if count else _hung_up()
+        except TimeoutError:
+            raise SessionLostError(
+                f"the daemon of node {self.terms.node_id} did not answer {method.name} within"
+                f" {seconds:g} s; the session is closed"
+            ) from None
+        except OSError as error:
+            raise SessionLostError(
+                f"the daemon of node {self.terms.node_id} went away: {error}"
+            ) from None
+        return read_answer(memoryview(buffer)[:received], method, request_id, answer)
+
+
+def open_session(endpoint: Endpoint, seconds: float) -> Session:
+    """Connect and shake hands; every step within `seconds` in all.
+
+    Raises:
+        UnavailableError: no daemon there, or it does not answer.
+        AccessDeniedError: this user may not connect.
+        LayoutMismatchError, InvalidRequestError: the daemon refuses the namespace.
+    """
+    endpoint.check_path()
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    deadline = time.monotonic() + seconds
+    descriptors: list[int] = []
+    try:
+        sock.settimeout(seconds)
+        sock.connect(os.fspath(endpoint.socket_path))
+        sock.sendall(hello_frame(endpoint))
+        received = b""
+        while missing_bytes(received, len(received)) > 0:
+            sock.settimeout(max(deadline - time.monotonic(), 1e-4))
+            received += receive_with_descriptors(sock, descriptors)
+        terms, pool = finish_handshake(endpoint, received, descriptors)
+        return Session(sock, terms, pool)
+    except TimeoutError:
+        sock.close()
+        raise UnavailableError(
+            f"the daemon at {endpoint.socket_path} did not answer within {seconds:g} s;"
+            " is it stopped or overloaded?"
+        ) from None
+    except OSError as error:
+        sock.close()
+        raise endpoint.describe(error) from None
+    except BaseException:
+        sock.close()
+        raise
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def hello_frame(endpoint: Endpoint) -> bytes:
+    return pack_frame(Method.HELLO, 0, endpoint.hello().SerializeToString())
+
+
+def receive_with_descriptors(sock: socket.socket, descriptors: list[int]) -> bytes:
+    """One recvmsg; descriptors that came along are appended, and the caller's to close.
+
+    Raises:
+        ConnectionError: the other side hung up.
+        OSError: as recvmsg does, BlockingIOError included.
+    """
+    chunk, ancillary, flags, _ = sock.recvmsg(
+        _READ_BYTES, socket.CMSG_SPACE(4 * _MAX_DESCRIPTORS), socket.MSG_CMSG_CLOEXEC
+    )
+    for level, kind, data in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            descriptors.extend(array("i", data[: len(data) - len(data) % 4]))
+    if not chunk or flags & socket.MSG_CTRUNC:
+        _hung_up()
+    return chunk
+
+
+def finish_handshake(
+    endpoint: Endpoint, answer: bytes, descriptors: list[int]
+) -> tuple[Terms, AttachedPool | None]:
+    """Check the daemon's answer against what was asked, and map the pool."""
+    try:
+        hello = read_answer(memoryview(answer), Method.HELLO, 0, store_pb2.HelloResponse)
+    except AccessDeniedError as error:
+        raise AccessDeniedError(f"{endpoint.socket_path}: {error}") from None
+    for name in ("heartbeat_seconds", "lease_seconds"):
+        if not 0 < getattr(hello, name) < 86400:
+            raise UnavailableError(f"the daemon announced {name} {getattr(hello, name)}")
+    namespace = endpoint.namespace
+    terms = Terms(
+        NodeId(hello.node_id),
+        Incarnation(hello.incarnation),
+        hello.session_id,
+        namespace_id_from_wire(hello.namespace_id) if namespace else None,
+        hello.pool_bytes,
+        hello.part_bytes,
+        hello.heartbeat_seconds,
+        hello.lease_seconds,
+        hello.version,
+    )
+    if namespace is None:
+        return terms, None
+    part_bytes = namespace.part_bytes(endpoint.part)
+    if terms.namespace_id != namespace.id or terms.part_bytes != part_bytes:
+        raise LayoutMismatchError(
+            f"node {terms.node_id} opened namespace {hello.namespace_id.hex()} with parts of"
+            f" {terms.part_bytes} bytes; asked was {namespace.id.hex()} with {part_bytes}"
+        )
+    if len(descriptors) != 1:
+        raise UnavailableError(
+            f"node {terms.node_id} sent {len(descriptors)} pool descriptors, wanted one"
+        )
+    return terms, AttachedPool(descriptors[0], terms.pool_bytes, part_bytes)
+
+
+def read_answer(frame: memoryview, method: Method, request_id: int, answer: type[M]) -> M:
+    """Parse one whole frame as the answer to a request.
+
+    Raises:
+        SessionLostError: not the answer to this request, or not a message.
+        EmberError: what the daemon answered.
+    """
+    header = _header(frame)
+    if len(frame) != HEADER.size + header.payload_bytes:
+        raise SessionLostError(f"the daemon sent {len(frame)} bytes where one answer was due")
+    if header.method is not method or header.request_id != request_id:
+        raise SessionLostError(
+            f"the daemon answered {header.method.name} {header.request_id}"
+            f" to {method.name} {request_id}"
+        )
+    return read_payload(header, frame[HEADER.size :], answer)
+
+
+def read_payload(header: FrameHeader, payload: memoryview, answer: type[M]) -> M:
+    """As `read_answer`, once the frame is matched to its request."""
+    try:
+        if header.status:
+            detail = common_pb2.ErrorDetail.FromString(bytes(payload))
+            error = error_from_wire(detail.type, detail.message)
+            if isinstance(error, FrameError):
+                raise SessionLostError(f"the daemon refused a frame: {error}")
+            raise error
+        return answer.FromString(bytes(payload))
+    except DecodeError as error:
+        raise SessionLostError(f"the daemon's answer is malformed: {error}") from None
+
+
+class Backoff:
+    """When a client may try to connect again. Pure; the caller brings the clock.
+
+    The first attempt after a loss is free. After a failed one the next waits for
+    `interval_seconds`, or four times what the failure cost: a daemon that hangs takes at most a
+    fifth of its clients' time.
+    """
+
+    def __init__(self, interval_seconds: float = 0.5) -> None:
+        self._interval_seconds = interval_seconds
+        self._not_before = float("-inf")
+
+    def wait_seconds(self, now: float) -> float:
+        """0 when an attempt is allowed now."""
+        return max(self._not_before - now, 0.0)
+
+    def failed(self, now: float, cost_seconds: float) -> None:
+        self._not_before = now + max(self._interval_seconds, 4 * cost_seconds)
+
+    def succeeded(self) -> None:
+        self._not_before = float("-inf")
+
+
+def _header(raw: bytes | bytearray | memoryview) -> FrameHeader:
+    try:
+        return unpack_header(memoryview(raw)[: HEADER.size])
+    except FrameError as error:
+        raise SessionLostError(f"the daemon sent a malformed frame: {error}") from None
+
+
+def missing_bytes(raw: bytes | bytearray, received: int) -> int:
+    """How many bytes of the one frame in `raw[:received]` are still to come."""
+    if received < HEADER.size:
+        return HEADER.size - received if received else 1
+    return HEADER.size + _header(raw).payload_bytes - received
+
+
+def _hung_up() -> int:
+    raise ConnectionResetError("it closed the connection")

@@ -1,0 +1,435 @@
+"""The blocking client: what an engine's own thread uses.
+
+A dead, stopped or slow daemon is an UnavailableError within the timeout, never a hang: the engine
+treats it, and any other EmberError, as a miss.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from client_sdk.borrowed import LeasedBlocks, StagedBlocks, pack_hashes
+from client_sdk.connection import ClientCounters, Connection
+from client_sdk.session import Endpoint, SessionLostError, SessionState, Terms
+from client_sdk.status import NodeStatus, status_from_wire
+from emberkv_proto.errors import (
+    EmberError,
+    InvalidRequestError,
+    UnavailableError,
+)
+from emberkv_proto.layout import Namespace
+from emberkv_proto.types import (
+    AcquirePolicy,
+    BlockHash,
+    EngineInfo,
+    Incarnation,
+    NodeId,
+    Tier,
+)
+from emberkv_proto.v1 import common_pb2, store_pb2
+from emberkv_proto.wire import Method
+
+WAIT_SLICE_SECONDS = 0.05
+"""A wait is cut into slices, so that other threads' calls and heartbeats come in between."""
+MAX_WAIT_SECONDS = 3600.0
+IDLE_BEAT_SECONDS = 1.0
+TIER_SETS = tuple(frozenset(tier for tier in Tier if bits >> tier & 1) for bits in range(256))
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeResult:
+    """What the node holds of a chain. No promise: only a lease keeps it there."""
+
+    hit_blocks: int
+    """Length of the usable prefix."""
+    tiers: tuple[frozenset[Tier], ...]
+    """For each asked block, where all its parts are."""
+
+
+class Lease(LeasedBlocks):
+    """A lease got by `SyncClient.acquire`. Leaving its `with` block releases it."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        session: SessionState,
+        asked_blocks: int,
+        granted: store_pb2.AcquireResponse,
+        sent_at: float,
+    ) -> None:
+        super().__init__(session, asked_blocks, granted, sent_at)
+        self._connection = connection
+
+    def wait(self, blocks: int, timeout_seconds: float) -> int:
+        """Wait until `blocks` blocks are ready, all usable ones are, or the time is over.
+
+        Returns how many are ready. `usable_blocks` shrinks when a block cannot be brought.
+
+        Raises:
+            UnavailableError: the daemon went away; the lease is void.
+            UnknownLeaseError, StaleIncarnationError, LeaseExpiredError: see `require_valid`.
+        """
+        deadline = time.monotonic() + check_seconds(timeout_seconds)
+        while self.ready_blocks < min(blocks, self.usable_blocks):
+            self.require_valid()
+            left_seconds = max(deadline - time.monotonic(), 0.0)
+            slice_seconds = min(left_seconds, WAIT_SLICE_SECONDS)
+            from_block = self.ready_blocks
+            answer = self._connection.call_on(
+                self._session,
+                Method.WAIT,
+                store_pb2.WaitRequest(
+                    lease_id=self._id, from_block=from_block, timeout_seconds=slice_seconds
+                ),
+                store_pb2.WaitResponse,
+                slice_seconds,
+            )
+            try:
+                self._extend(from_block, answer)
+            except SessionLostError as error:
+                self._connection.lose(self._session, str(error))
+                raise
+            if left_seconds <= 0:
+                break
+        return self.ready_blocks
+
+    def release(self) -> None:
+        """Give the blocks back. Views must not be read afterwards.
+
+        A daemon that is away has released them already.
+
+        Raises:
+            UnknownLeaseError: released before, or a miss.
+        """
+        if self._end():
+            self._connection.tell(
+                self._session, Method.RELEASE, store_pb2.ReleaseRequest(lease_ids=[self._id])
+            )
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if not self._is_released:
+            self.release()
+
+
+class StagedWrite(StagedBlocks):
+    """Slots got by `SyncClient.stage`. Leaving its `with` block aborts what is not committed."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        session: SessionState,
+        hashes: Sequence[BlockHash],
+        granted: store_pb2.StageResponse,
+        sent_at: float,
+    ) -> None:
+        super().__init__(session, hashes, granted, sent_at)
+        self._connection = connection
+
+    def commit(
+        self, indices: Sequence[int] | None = None, checksums: Sequence[int] | None = None
+    ) -> int:
+        """Publish granted blocks, all or those of `indices`; return how many the daemon took.
+
+        Checksums are computed here unless the caller has them. Blocks left out stay staged.
+
+        Raises:
+            InvalidRequestError: an index that was not granted, or is committed.
+            UnknownStageError, StaleIncarnationError: too late; nothing was published.
+            UnavailableError: the daemon went away; whether it took the blocks is unknown.
+        """
+        if not self._is_open and indices is None:
+            return 0
+        request = self._commit_request(indices, checksums)
+        answer = self._connection.call_on(
+            self._session, Method.COMMIT, request, store_pb2.CommitResponse
+        )
+        self._committed(request)
+        return answer.committed_blocks
+
+    def abort(self) -> None:
+        """Give uncommitted slots back. Idempotent; the daemon may be away."""
+        if self._end():
+            self._connection.tell(
+                self._session, Method.ABORT, store_pb2.AbortRequest(stage_id=self._id)
+            )
+
+    def __enter__(self) -> StagedWrite:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.abort()
+
+
+class SyncClient:
+    """An engine's session with its node's store daemon.
+
+    Calls are serialised by a lock, so threads may share a client; a thread of its own that must
+    not wait for others' calls takes a client of its own. After the first call a background thread
+    sends heartbeats and re-opens a lost session, until `close`.
+    """
+
+    def __init__(
+        self,
+        socket_path: Path | str,
+        namespace: Namespace,
+        *,
+        part: int = 0,
+        engine: EngineInfo | None = None,
+        client_name: str = "",
+        timeout_seconds: float = 1.0,
+    ) -> None:
+        """Does not connect: the daemon may be away.
+
+        Args:
+            part: this rank's part of each block, `group * shards + shard`.
+            engine: told to the index through the daemon, so that routers find this engine.
+            timeout_seconds: what one call costs at most, connecting included.
+
+        Raises:
+            InvalidRequestError: no such part, or a path that is too long for a socket.
+        """
+        namespace.part_bytes(part)
+        self._connection = Connection(
+            Endpoint(Path(socket_path), namespace, part, engine, client_name),
+            check_seconds(timeout_seconds),
+        )
+        self._timeout_seconds = timeout_seconds
+        self._closing = threading.Event()
+        self._beater: threading.Thread | None = None
+        self._beater_lock = threading.Lock()
+
+    @property
+    def is_connected(self) -> bool:
+        return self._connection.session is not None
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether the daemon said, at the last heartbeat, that it takes no new work."""
+        return self._connection.is_draining
+
+    @property
+    def counters(self) -> ClientCounters:
+        return self._connection.counters
+
+    @property
+    def node_id(self) -> NodeId:
+        """Raises UnavailableError when there is no session."""
+        return self._terms().node_id
+
+    @property
+    def incarnation(self) -> Incarnation:
+        """Raises UnavailableError when there is no session."""
+        return self._terms().incarnation
+
+    @property
+    def part_bytes(self) -> int:
+        """Payload bytes of this session's part. Raises UnavailableError without a session."""
+        return self._terms().part_bytes
+
+    def connect(self) -> None:
+        """Open the session now.
+
+        Raises:
+            UnavailableError: no daemon there, or it does not answer; names the path and the fix.
+            AccessDeniedError, LayoutMismatchError, InvalidRequestError: it will not have us.
+        """
+        self._keep_beating()
+        self._connection.connect()
+
+    def probe(self, hashes: Sequence[BlockHash]) -> ProbeResult:
+        """How much of a chain the node holds. Pins nothing."""
+        self._keep_beating()
+        answer = self._connection.call(
+            Method.PROBE,
+            store_pb2.ProbeRequest(hashes=pack_hashes(hashes)),
+            store_pb2.ProbeResponse,
+        )
+        return ProbeResult(answer.hit_blocks, tuple(TIER_SETS[bits] for bits in answer.tiers))
+
+    def acquire(
+        self,
+        hashes: Sequence[BlockHash],
+        *,
+        policy: AcquirePolicy = AcquirePolicy.TIMEOUT,
+        deadline_seconds: float = 1.0,
+    ) -> Lease:
+        """Lease the longest usable prefix of a chain; a miss is a lease over no block.
+
+        Returns at once with what is in DRAM; the rest becomes ready while `Lease.wait` waits.
+        `deadline_seconds` bounds how long the daemon goes on bringing blocks.
+        """
+        self._keep_beating()
+        request = store_pb2.AcquireRequest(
+            hashes=pack_hashes(hashes),
+            policy=int(policy),  # type: ignore[arg-type]
+            deadline_seconds=check_seconds(deadline_seconds),
+        )
+        return self._connection.borrow(
+            Method.ACQUIRE,
+            request,
+            store_pb2.AcquireResponse,
+            lambda session, answer, sent_at: Lease(
+                self._connection, session, len(hashes), answer, sent_at
+            ),
+        )
+
+    def stage(self, hashes: Sequence[BlockHash], parent: BlockHash | None = None) -> StagedWrite:
+        """Ask for slots to write blocks into; `parent` is the hash before `hashes[0]`."""
+        self._keep_beating()
+        request = store_pb2.StageRequest(
+            hashes=pack_hashes(hashes), parent=pack_hashes([parent] if parent else [])
+        )
+        return self._connection.borrow(
+            Method.STAGE,
+            request,
+            store_pb2.StageResponse,
+            lambda session, answer, sent_at: StagedWrite(
+                self._connection, session, hashes, answer, sent_at
+            ),
+        )
+
+    def prefetch(self, hashes: Sequence[BlockHash], deadline_seconds: float) -> int:
+        """Have missing blocks brought into DRAM meanwhile; return how many were scheduled."""
+        self._keep_beating()
+        request = store_pb2.PrefetchRequest(
+            hashes=pack_hashes(hashes), deadline_seconds=check_seconds(deadline_seconds)
+        )
+        return self._connection.call(
+            Method.PREFETCH, request, store_pb2.PrefetchResponse
+        ).scheduled_blocks
+
+    def heartbeat(self) -> None:
+        """Renew leases and stages; the background thread does so every heartbeat_seconds."""
+        self._keep_beating()
+        self._connection.heartbeat()
+
+    def status(self) -> NodeStatus:
+        self._keep_beating()
+        return status_from_wire(
+            self._connection.call(
+                Method.STATUS, store_pb2.StatusRequest(), store_pb2.StatusResponse
+            )
+        )
+
+    def close(self) -> None:
+        """End the session with its leases and stages, and the background thread. Idempotent."""
+        self._closing.set()
+        self._connection.close()
+        with self._beater_lock:
+            beater, self._beater = self._beater, None
+        if beater is not None and beater is not threading.current_thread():
+            beater.join(2 * self._timeout_seconds + 1.0)
+
+    def __enter__(self) -> SyncClient:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def check_integrity(self) -> None:
+        self._connection.check_integrity()
+        assert not (self._closing.is_set() and self._beater), "closed with a heartbeat thread"
+
+    def _terms(self) -> Terms:
+        session = self._connection.session
+        if session is None:
+            raise UnavailableError(f"not connected to {self._connection.endpoint.socket_path}")
+        return session.terms
+
+    def _keep_beating(self) -> None:
+        if self._beater is not None and self._beater.is_alive():
+            return
+        with self._beater_lock:
+            if self._closing.is_set() or (self._beater is not None and self._beater.is_alive()):
+                return
+            self._beater = threading.Thread(
+                target=self._beat_until_closed, name="emberkv-heartbeat", daemon=True
+            )
+            self._beater.start()
+
+    def _beat_until_closed(self) -> None:
+        while not self._closing.wait(self._beat_seconds()):
+            with contextlib.suppress(EmberError):  # counted already; the next beat tries again
+                self._connection.heartbeat()
+
+    def _beat_seconds(self) -> float:
+        session = self._connection.session
+        return session.terms.heartbeat_seconds if session else IDLE_BEAT_SECONDS
+
+
+class OperatorClient:
+    """Status, check and drain over the daemon's own socket; opens no namespace, maps nothing."""
+
+    def __init__(self, socket_path: Path | str, *, timeout_seconds: float = 5.0) -> None:
+        self._connection = Connection(
+            Endpoint(Path(socket_path), client_name="operator"), check_seconds(timeout_seconds)
+        )
+
+    def connect(self) -> None:
+        """Raises UnavailableError or AccessDeniedError; both name the path and the fix."""
+        self._connection.connect()
+
+    def status(self) -> NodeStatus:
+        return status_from_wire(
+            self._ask().call(Method.STATUS, store_pb2.StatusRequest(), store_pb2.StatusResponse)
+        )
+
+    def check(self) -> list[str]:
+        """Have the daemon check its invariants; return what it found wrong."""
+        answer = self._ask().call(Method.CHECK, store_pb2.CheckRequest(), store_pb2.CheckResponse)
+        return list(answer.problems)
+
+    def drain(self) -> None:
+        """Have the daemon refuse new work and finish what it has."""
+        self._ask().call(Method.DRAIN, store_pb2.DrainRequest(), common_pb2.Empty)
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def __enter__(self) -> OperatorClient:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _ask(self) -> Connection:
+        # An operator is a person: it connects at once and gets the plain error.
+        self._connection.connect()
+        return self._connection
+
+
+def check_seconds(seconds: float) -> float:
+    """Raises InvalidRequestError unless it is a number in 0..3600."""
+    if not math.isfinite(seconds) or not 0 <= seconds <= MAX_WAIT_SECONDS:
+        raise InvalidRequestError(f"{seconds} seconds is not in 0..{MAX_WAIT_SECONDS:g}")
+    return float(seconds)
