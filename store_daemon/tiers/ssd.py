@@ -16,34 +16,28 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 
 import numpy as np
 
 from emberkv_proto.errors import IntegrityError, PreflightError
 from emberkv_proto.shm_layout import align_up
-from emberkv_proto.types import BlockHash, NamespaceId
 from store_daemon.config import SsdSection
 from store_daemon.files import DirectoryLock
 from store_daemon.local_index import LocalIndex
 from store_daemon.recovery import Recovered, recover
 from store_daemon.tiers import segments
+from store_daemon.tiers.open_segment import OpenSegment, Segment, SsdRecord
 from store_daemon.tiers.segment_file import (
     aligned_memory,
     check_direct_io,
-    create_segment,
     direct_flag,
     read_record,
-    seal_segment,
-    write_fully,
 )
 from store_daemon.tiers.segments import PAGE_BYTES, RowKey, SsdRow
 
 _log = logging.getLogger(__name__)
 
-_RUN_RECORDS = 256  # two buffers each; a vectored write takes 1024
-_RUN_BYTES = 64 << 20
 _FIRST_PAUSE_SECONDS = 0.5
 _LONGEST_PAUSE_SECONDS = 30.0
 OK = "ok"
@@ -52,60 +46,10 @@ __all__ = ["SsdFailure", "SsdRecord", "SsdRow", "SsdTier"]
 
 
 @dataclass(frozen=True, slots=True)
-class SsdRecord:
-    """A part to be written."""
-
-    namespace_id: NamespaceId
-    block_hash: BlockHash
-    part: int
-    parent: BlockHash | None
-    length: int
-    checksum: int
-    payload: memoryview
-    """4 KiB aligned, exactly align_up(length) bytes; unchanged until `append` returns."""
-
-    def placed(self, segment: int, offset: int) -> SsdRow:
-        return SsdRow(
-            self.namespace_id,
-            self.block_hash,
-            self.part,
-            self.parent,
-            segment,
-            offset,
-            self.length,
-            self.checksum,
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class SsdFailure:
     """A record that was not stored."""
 
     reason: str
-
-
-@dataclass(slots=True)
-class _Segment:
-    number: int
-    path: Path
-    file_bytes: int
-    records_end: int
-    rows: dict[RowKey, SsdRow] = field(default_factory=dict)
-    """Live rows, by part: not those forgotten, nor those written anew elsewhere."""
-
-
-@dataclass(frozen=True, slots=True)
-class _OpenSegment:
-    segment: _Segment
-    fd: int
-    limit: int
-    """Bytes the file may grow to, footer included."""
-
-    def takes(self, records: int, record_bytes: int) -> bool:
-        """Whether so many more records of so many bytes in all leave room for the footer."""
-        rows = len(self.segment.rows) + records
-        end = self.segment.records_end + record_bytes
-        return end + segments.footer_bytes(rows) <= self.limit
 
 
 class SsdTier:
@@ -127,9 +71,8 @@ class SsdTier:
         self._writer = threading.Lock()
         self._mutex = threading.RLock()
         """Held while rows change, in memory and in the index together."""
-        self._headers = aligned_memory(_RUN_RECORDS * PAGE_BYTES)
         self._free_pages: deque[memoryview] = deque()
-        self._open: _OpenSegment | None = None
+        self._open: OpenSegment | None = None
         self._closed = False
         self._pause_seconds = _FIRST_PAUSE_SECONDS
         self._retry_at = 0.0
@@ -138,7 +81,7 @@ class SsdTier:
         self._undeleted: dict[RowKey, SsdRow] = {}
         """Rows that the index failed to delete; tried again with the next change."""
         self._segments = {
-            found.number: _Segment(found.number, found.path, found.file_bytes, found.records_end)
+            found.number: Segment(found.number, found.path, found.file_bytes, found.records_end)
             for found in recovered.segments
         }
         for row in self._live.values():
@@ -226,7 +169,7 @@ class SsdTier:
         keys: list[RowKey] = []
         waiting: deque[SsdRecord] = deque()
         for record in records:
-            key = RowKey(record.namespace_id, record.block_hash, record.part)
+            key = record.key
             keys.append(key)
             if key in outcome:
                 continue
@@ -237,8 +180,7 @@ class SsdTier:
                 waiting.append(record)
         failure = self._store_all(waiting, outcome)
         for record in waiting:
-            key = RowKey(record.namespace_id, record.block_hash, record.part)
-            outcome[key] = SsdFailure(failure)
+            outcome[record.key] = SsdFailure(failure)
         results = [outcome[key] for key in keys]
         self.failed_records += sum(isinstance(result, SsdFailure) for result in results)
         return results
@@ -253,14 +195,18 @@ class SsdTier:
             return self.state
         while waiting:
             try:
-                target = self._segment_for(waiting[0])
-                if target is None:
-                    return (
-                        f"ssd tier is full: {self.used_bytes} of {self.capacity_bytes} bytes"
-                        " used; reclaim before appending"
-                    )
-                run = _leading_run(waiting, target)
-                rows = self._write_run(run, target)
+                target = self._open
+                run = target.leading_run(waiting) if target is not None else []
+                if target is None or not run:
+                    target = self._open_new()
+                    if target is None:
+                        return (
+                            f"ssd tier is full: {self.used_bytes} of {self.capacity_bytes} bytes"
+                            " used; reclaim before appending"
+                        )
+                    run = target.leading_run(waiting)
+                rows = target.write(run)
+                self._record(rows, target.segment)
             except OSError as error:
                 self._degrade(error)
                 return self.state
@@ -286,41 +232,23 @@ class SsdTier:
             )
         return None
 
-    def _segment_for(self, record: SsdRecord) -> _OpenSegment | None:
-        """The open segment if the record fits, else a new one; None if the capacity is used up."""
-        size = segments.record_bytes(record.length)
-        if self._open is not None:
-            if self._open.takes(1, size):
-                return self._open
-            self._seal_open()
-        segment_bytes = self._config.segment_bytes
-        if self.used_bytes + segment_bytes > self.capacity_bytes:
+    def _open_new(self) -> OpenSegment | None:
+        """Seal the open segment and begin another; None if the capacity is used up."""
+        self._seal_open()
+        config = self._config
+        if self.used_bytes + config.segment_bytes > config.capacity_bytes:
             return None
         number = self._next_number
         self._next_number += 1
-        path = self._config.path / segments.segment_name(number)
-        fd = create_segment(path, number, segment_bytes, self._config.direct_io)
-        segment = _Segment(number, path, segment_bytes, PAGE_BYTES)
+        opened = OpenSegment(config.path, number, config.segment_bytes, config.direct_io)
         with self._mutex:
-            self._segments[number] = segment
-            self._open = _OpenSegment(segment, fd, segment_bytes)
-        self.bytes_written += PAGE_BYTES
-        return self._open
+            self._segments[number] = opened.segment
+            self._open = opened
+            self.bytes_written += PAGE_BYTES
+        return opened
 
-    def _write_run(self, run: Sequence[SsdRecord], target: _OpenSegment) -> list[SsdRow]:
-        segment = target.segment
-        rows: list[SsdRow] = []
-        buffers: list[memoryview] = []
-        offset = segment.records_end
-        for slot, record in enumerate(run):
-            row = record.placed(segment.number, offset)
-            page = self._headers[slot * PAGE_BYTES : (slot + 1) * PAGE_BYTES]
-            page[: segments.RECORD_HEADER_BYTES] = segments.pack_record_header(row)
-            buffers += (page, record.payload)
-            rows.append(row)
-            offset = row.end
-        write_fully(target.fd, buffers, segment.records_end)
-        os.fdatasync(target.fd)
+    def _record(self, rows: Sequence[SsdRow], segment: Segment) -> None:
+        """Make written rows live, in the index first."""
         with self._mutex:
             self._delete_from_index()
             self._index.put_rows(rows)
@@ -330,32 +258,29 @@ class SsdTier:
                     del self._segments[earlier.segment].rows[row.key]
                 self._live[row.key] = row
                 segment.rows[row.key] = row
-            self.bytes_written += offset - segment.records_end
-            segment.records_end = offset
-        self.appended_records += len(rows)
-        self.payload_bytes_written += sum(row.length for row in rows)
-        return rows
+            end = rows[-1].end
+            self.bytes_written += end - segment.records_end
+            segment.records_end = end
+            self.appended_records += len(rows)
+            self.payload_bytes_written += sum(row.length for row in rows)
 
     def _seal_open(self) -> None:
         """End the open segment. Whatever fails, nothing is appended to it any more.
 
-        A segment that got no footer is read record by record at the next start.
+        Its rows are in the index; a footer only spares the next start a scan if that is lost.
         """
         if self._open is None:
             return
-        segment, fd = self._open.segment, self._open.fd
+        opened, segment = self._open, self._open.segment
         self._open = None
         with self._mutex:
             try:
+                opened.seal()
+            finally:
                 if segment.rows:
-                    rows = list(segment.rows.values())
-                    segment.file_bytes = seal_segment(fd, segment.number, rows, segment.records_end)
                     self.bytes_written += segment.file_bytes - segment.records_end
                 else:
-                    segment.path.unlink(missing_ok=True)
                     del self._segments[segment.number]
-            finally:
-                os.close(fd)
                 self._index.mark_covered(segment.number)
 
     def _degrade(self, error: OSError) -> None:
@@ -492,20 +417,6 @@ class SsdTier:
                 for key in self._undeleted:
                     stored.pop(key, None)
                 assert stored == self._live, "local index differs from the live rows"
-
-
-def _leading_run(waiting: deque[SsdRecord], target: _OpenSegment) -> list[SsdRecord]:
-    """The records from the left that go into one write; at least the first, which fits."""
-    run: list[SsdRecord] = []
-    size = 0
-    for record in waiting:
-        size += segments.record_bytes(record.length)
-        if run and (
-            len(run) == _RUN_RECORDS or size > _RUN_BYTES or not target.takes(len(run) + 1, size)
-        ):
-            break
-        run.append(record)
-    return run
 
 
 def _check_capacity(config: SsdSection) -> None:

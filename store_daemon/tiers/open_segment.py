@@ -1,0 +1,130 @@
+"""The segment that is being filled: how much still fits, and one write of many records."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from emberkv_proto.types import BlockHash, NamespaceId
+from store_daemon.tiers import segments
+from store_daemon.tiers.segment_file import (
+    aligned_memory,
+    create_segment,
+    seal_segment,
+    write_fully,
+)
+from store_daemon.tiers.segments import PAGE_BYTES, RowKey, SsdRow
+
+_RUN_RECORDS = 256  # two buffers each; a vectored write takes 1024
+_RUN_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class SsdRecord:
+    """A part to be written."""
+
+    namespace_id: NamespaceId
+    block_hash: BlockHash
+    part: int
+    parent: BlockHash | None
+    length: int
+    checksum: int
+    payload: memoryview
+    """4 KiB aligned, exactly align_up(length) bytes; unchanged until `append` returns."""
+
+    @property
+    def key(self) -> RowKey:
+        return RowKey(self.namespace_id, self.block_hash, self.part)
+
+    def placed(self, segment: int, offset: int) -> SsdRow:
+        """The row of this record when it stands there."""
+        return SsdRow(
+            self.namespace_id,
+            self.block_hash,
+            self.part,
+            self.parent,
+            segment,
+            offset,
+            self.length,
+            self.checksum,
+        )
+
+
+@dataclass(slots=True)
+class Segment:
+    """A segment file in use, as the tier knows it."""
+
+    number: int
+    path: Path
+    file_bytes: int
+    records_end: int
+    rows: dict[RowKey, SsdRow] = field(default_factory=dict)
+    """Live rows, by part: not those forgotten, nor those written anew elsewhere."""
+
+
+class OpenSegment:
+    """Used by the tier's one writer. The rows are the caller's to record."""
+
+    def __init__(self, directory: Path, number: int, segment_bytes: int, direct_io: bool) -> None:
+        """Create the file. Raises OSError and leaves nothing."""
+        path = directory / segments.segment_name(number)
+        self._headers = aligned_memory(_RUN_RECORDS * PAGE_BYTES)
+        self._fd = create_segment(path, number, segment_bytes, direct_io)
+        self._limit = segment_bytes
+        self.segment = Segment(number, path, segment_bytes, PAGE_BYTES)
+
+    def leading_run(self, waiting: Iterable[SsdRecord]) -> list[SsdRecord]:
+        """The records from the left that fit and go into one write; empty if the first does not."""
+        run: list[SsdRecord] = []
+        size = 0
+        for record in waiting:
+            size += segments.record_bytes(record.length)
+            if run and (len(run) == _RUN_RECORDS or size > _RUN_BYTES):
+                break
+            if not self._takes(len(run) + 1, size):
+                break
+            run.append(record)
+        return run
+
+    def write(self, run: Sequence[SsdRecord]) -> list[SsdRow]:
+        """Write a run behind the last record, durably; the caller then moves `records_end`.
+
+        After an OSError the end of the file is not to be trusted: seal it and begin another.
+        """
+        rows: list[SsdRow] = []
+        buffers: list[memoryview] = []
+        offset = self.segment.records_end
+        for slot, record in enumerate(run):
+            row = record.placed(self.segment.number, offset)
+            page = self._headers[slot * PAGE_BYTES : (slot + 1) * PAGE_BYTES]
+            page[: segments.RECORD_HEADER_BYTES] = segments.pack_record_header(row)
+            buffers += (page, record.payload)
+            rows.append(row)
+            offset = row.end
+        write_fully(self._fd, buffers, self.segment.records_end)
+        os.fdatasync(self._fd)
+        return rows
+
+    def seal(self) -> None:
+        """Write the footer and close the file; without live rows, remove it.
+
+        The file is closed also when this raises OSError; it then has no footer.
+        """
+        segment = self.segment
+        try:
+            if segment.rows:
+                rows = list(segment.rows.values())
+                segment.file_bytes = seal_segment(
+                    self._fd, segment.number, rows, segment.records_end
+                )
+            else:
+                segment.path.unlink(missing_ok=True)
+        finally:
+            os.close(self._fd)
+
+    def _takes(self, records: int, record_bytes: int) -> bool:
+        """Whether so many more records of so many bytes in all leave room for the footer."""
+        footer = segments.footer_bytes(len(self.segment.rows) + records)
+        return self.segment.records_end + record_bytes + footer <= self._limit
