@@ -1,0 +1,56 @@
+"""Settings of the global index. Times in seconds."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from client_sdk.settings import Section, Settings
+
+_ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):(\d{1,5})")
+Seconds = Annotated[float, Field(gt=0)]
+Port = Annotated[int, Field(ge=0, le=65535)]
+
+
+class IndexSection(Section):
+    host: str = "127.0.0.1"
+    port: Port = 7200
+    """gRPC service Index. 0 picks a free port."""
+    nodes: tuple[str, ...] = ()
+    """gRPC addresses (host:port) of the store daemons to follow."""
+    capacity_blocks: Annotated[int, Field(ge=1024, le=1 << 31)] = 8 * 1024 * 1024
+    """Distinct blocks over all nodes. New ones beyond it are refused and counted."""
+    suspect_seconds: Seconds = 3.0
+    """Silence after which a node is left out of answers; some heartbeats long."""
+    gone_seconds: Seconds = 30.0
+    """Silence after which a node's DRAM rows are dropped."""
+    backend: Literal["auto", "numba", "python"] = "auto"
+    """auto: numba, or python where it cannot be used."""
+    metrics_port: Port = 7201
+    """HTTP /metrics, /health, /ready on `host`. 0 picks a free port."""
+
+    @field_validator("nodes")
+    @classmethod
+    def _addresses(cls, nodes: tuple[str, ...]) -> tuple[str, ...]:
+        for address in nodes:
+            match = _ADDRESS.fullmatch(address)
+            if not match or not 1 <= int(match[2]) <= 65535:
+                raise ValueError(f"{address!r} is not host:port")
+        if len(set(nodes)) < len(nodes):
+            raise ValueError("an address stands twice")
+        return nodes
+
+    @model_validator(mode="after")
+    def _ordered(self) -> IndexSection:
+        if self.gone_seconds <= self.suspect_seconds:
+            raise ValueError(
+                f"gone_seconds {self.gone_seconds} must be above"
+                f" suspect_seconds {self.suspect_seconds}"
+            )
+        return self
+
+
+class IndexSettings(Settings):
+    index: IndexSection = IndexSection()

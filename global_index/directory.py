@@ -1,0 +1,433 @@
+"""Nodes and their rows: carries out what `ingest` and `membership` decide, on a `BlockIndex`.
+
+No I/O and no clock of its own, so that races are tested without sockets. One thread owns it.
+Messages come by *source* (a daemon's address); what they mean depends on the node they name.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+from collections import deque
+from dataclasses import dataclass, field
+from enum import Enum
+
+from emberkv_proto.errors import InvalidRequestError, UnavailableError
+from emberkv_proto.events import (
+    BlocksRemoved,
+    BlocksStored,
+    Event,
+    EventBatch,
+    Keys,
+    SnapshotNeeded,
+    SnapshotPage,
+    TierCleared,
+)
+from emberkv_proto.types import (
+    EngineInfo,
+    Incarnation,
+    IndexKey,
+    NodeHit,
+    NodeId,
+    NodeReport,
+    Seq,
+    Tier,
+    TierDigest,
+)
+from global_index.index import MAX_HOLDERS, Applied, BlockIndex, Holder
+from global_index.ingest import (
+    AUDITED_TIERS,
+    REPAIR_FIRST_SECONDS,
+    Action,
+    Apply,
+    Counts,
+    DropGeneration,
+    Exactness,
+    FetchSnapshot,
+    GenerationId,
+    Ingest,
+    OpenGeneration,
+    Position,
+    Resume,
+    Swap,
+)
+from global_index.membership import Liveness, Membership
+
+log = logging.getLogger(__name__)
+
+MAX_NODES = MAX_HOLDERS // 2
+MAX_NODE_ID_CHARS = 253
+SWEEP_SLOTS = 1 << 17
+"""Slots looked at in one go while old rows are removed: some milliseconds."""
+
+
+class StreamStep(Enum):
+    """What the reader of an event stream does next."""
+
+    CONTINUE = "continue"
+    RESUBSCRIBE = "resubscribe"
+    SNAPSHOT = "snapshot"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeView:
+    """One node as the index knows it."""
+
+    node_id: NodeId
+    incarnation: Incarnation
+    seq: Seq
+    liveness: Liveness
+    exactness: Exactness
+    reported_state: str
+    grpc_address: str
+    tiers: tuple[TierDigest, ...]
+    """Rows as the index counts them; capacity and use as the node last reported them."""
+    engines: tuple[EngineInfo, ...]
+    lag_seconds: float
+    """Age of the newest event or report."""
+    counts: Counts
+    anomalies: int
+    """Rows stored twice or removed when absent."""
+    dropped: int
+    """Rows refused because the index was full."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChainTrace:
+    """Where one node's run of a chain ends, and in which tiers it has each block."""
+
+    node_id: NodeId
+    liveness: Liveness
+    exactness: Exactness
+    hit_blocks: int
+    tiers: tuple[tuple[Tier, ...], ...]
+
+
+@dataclass(slots=True)
+class _Rows:
+    holder: Holder
+    dropped: int = 0
+
+
+@dataclass(slots=True)
+class _Node:
+    id: NodeId
+    ingest: Ingest
+    generations: dict[GenerationId, _Rows] = field(default_factory=dict)
+    visible: _Rows | None = None
+    report: NodeReport | None = None
+    delay_seconds: float = 0.0
+    anomalies: int = 0
+    dropped: int = 0
+
+    @property
+    def exactness(self) -> Exactness:
+        exactness = self.ingest.exactness
+        is_cut = self.visible is not None and self.visible.dropped > 0
+        return Exactness.DEGRADED if is_cut and exactness is Exactness.EXACT else exactness
+
+
+@dataclass(slots=True)
+class _Source:
+    """A daemon's address. Until its first message nobody knows which node it is."""
+
+    node_id: NodeId | None = None
+    wants_snapshot: bool = False
+    not_before: float = 0.0
+    is_fetching: bool = False
+
+
+class NodeDirectory:
+    """All nodes, all rows. Costs are those of the index; O(nodes) for `nodes` and `tick`."""
+
+    def __init__(self, index: BlockIndex, membership: Membership) -> None:
+        self._index = index
+        self._membership = membership
+        self._nodes: dict[NodeId, _Node] = {}
+        self._sources: dict[str, _Source] = {}
+        self._by_holder: dict[Holder, _Node] = {}
+        self._free_holders = list(range(MAX_HOLDERS))  # a heap: low numbers keep rows narrow
+        self._swept: deque[Holder] = deque()
+
+    # Sources
+
+    def add_source(self, address: str) -> None:
+        """Follow an address; a node that was removed by order stays out until `readmit`."""
+        self._sources.setdefault(address, _Source())
+
+    def remove_source(self, address: str) -> None:
+        self._sources.pop(address, None)
+
+    def position(self, address: str) -> Position:
+        node = self._node_of(address)
+        return node.ingest.position() if node else Position(Incarnation(0), Seq(1))
+
+    def wants_snapshot(self, address: str, now: float) -> bool:
+        source, node = self._sources[address], self._node_of(address)
+        if node:
+            return node.ingest.wants_snapshot(now)
+        return source.wants_snapshot and now >= source.not_before
+
+    # Messages of a source
+
+    def on_stream_started(self, address: str) -> None:
+        node = self._node_of(address)
+        if node:
+            node.ingest.on_stream_started()
+
+    def on_batch(self, address: str, batch: EventBatch, now: float, wall: float) -> StreamStep:
+        node = self._hear(address, batch.node_id, batch.incarnation, now)
+        if node is None:
+            return StreamStep.CONTINUE
+        node.delay_seconds = max(0.0, wall - batch.sent_unix_seconds)
+        return self._carry_out(node, node.ingest.on_batch(batch, now))
+
+    def on_report(self, address: str, report: NodeReport, now: float, wall: float) -> StreamStep:
+        node = self._hear(address, report.node_id, report.incarnation, now)
+        if node is None:
+            return StreamStep.CONTINUE
+        if report.incarnation >= node.ingest.fence:
+            node.report = report
+            node.delay_seconds = max(0.0, wall - report.sent_unix_seconds)
+        own = {tier: self._digest(node, tier) for tier in AUDITED_TIERS}
+        return self._carry_out(node, node.ingest.on_report(report, own, now))
+
+    def on_snapshot_needed(self, address: str, message: SnapshotNeeded, now: float) -> StreamStep:
+        node = self._node_of(address)
+        if node:
+            return self._carry_out(node, node.ingest.on_snapshot_needed(message, now))
+        self._sources[address].wants_snapshot = True
+        return (
+            StreamStep.SNAPSHOT if self.wants_snapshot(address, now) else StreamStep.CONTINUE
+        )
+
+    def on_snapshot_started(self, address: str) -> None:
+        source, node = self._sources[address], self._node_of(address)
+        source.wants_snapshot, source.is_fetching = False, True
+        if node:
+            self._carry_out(node, node.ingest.on_snapshot_started())
+
+    def on_page(self, address: str, page: SnapshotPage, now: float) -> None:
+        source, known = self._sources[address], self._node_of(address)
+        node = self._hear(address, page.node_id, page.incarnation, now)
+        if node is None:
+            return
+        if source.is_fetching and node is not known:
+            # Only now is it known whose snapshot this is; this is its first page.
+            self._carry_out(node, node.ingest.on_snapshot_started())
+        self._carry_out(node, node.ingest.on_page(page, now))
+
+    def on_snapshot_ended(self, address: str, now: float) -> None:
+        """The fetch is over; if its last page did not come, it is tried again later."""
+        source, node = self._sources.get(address), self._node_of(address)
+        if source:
+            source.is_fetching = False
+            if node is None:
+                source.wants_snapshot, source.not_before = True, now + REPAIR_FIRST_SECONDS
+        if node:
+            self._carry_out(node, node.ingest.on_snapshot_failed(now))
+
+    # Time and operators
+
+    def tick(self, now: float) -> None:
+        """Let silence have its consequences."""
+        for change in self._membership.tick(now):
+            node = self._nodes[change.node_id]
+            log.warning("node %s is %s", node.id, change.now.value)
+            if change.now is Liveness.GONE:
+                if node.visible:
+                    self._index.clear_tier(node.visible.holder, Tier.DRAM)
+                self._carry_out(node, node.ingest.on_rows_lost(now))
+        followed = {source.node_id for source in self._sources.values()}
+        for node_id in [*self._nodes]:
+            if node_id not in followed and self._membership.state(node_id) is Liveness.GONE:
+                self._drop_node(node_id)  # nobody would tell of its return
+                self._membership.forget(node_id)
+
+    def sweep(self) -> bool:
+        """Remove some rows that no query sees; True while there are more."""
+        if self._swept and self._index.remove_holder(self._swept[0], SWEEP_SLOTS):
+            heapq.heappush(self._free_holders, self._swept.popleft())
+        return bool(self._swept)
+
+    def remove_node(self, node_id: NodeId) -> tuple[str, ...]:
+        """Take a node out, by order: no query names it from now on.
+
+        Returns the addresses that it came from, which are sources no longer.
+        """
+        addresses = tuple(a for a, source in self._sources.items() if source.node_id == node_id)
+        for address in addresses:
+            del self._sources[address]
+        node = self._nodes.get(node_id)
+        if node:
+            self._drop_node(node_id)
+            self._membership.remove(node_id, node.ingest.fence)
+        return addresses
+
+    def readmit(self, node_id: NodeId) -> None:
+        """Let a removed node come back even in the same incarnation."""
+        self._membership.readmit(node_id)
+
+    # Questions
+
+    def query(self, keys: Keys) -> list[NodeHit]:
+        """Leading runs of a chain on the nodes that are OK, longest first."""
+        hits = []
+        for hit in self._index.query(keys):
+            node = self._by_holder.get(hit.holder)
+            if node and self._membership.state(node.id) is Liveness.OK:
+                hits.append(NodeHit(node.id, hit.hit_blocks, hit.dram_blocks, hit.ssd_blocks))
+        hits.sort(key=lambda hit: -hit.hit_blocks)
+        return hits
+
+    def explain(self, keys: Keys) -> list[ChainTrace]:
+        """Every node's view of a chain, nodes left out of answers included. Not for hot paths."""
+        blocks: list[dict[Holder, tuple[Tier, ...]]] = [
+            {holding.holder: holding.tiers for holding in self._index.holdings(IndexKey(key))}
+            for key in keys.tolist()
+        ]
+        traces = []
+        for node in self._nodes.values():
+            holder = node.visible.holder if node.visible else None
+            tiers = tuple(block.get(holder, ()) if holder is not None else () for block in blocks)
+            run = next((i for i, held in enumerate(tiers) if not held), len(tiers))
+            traces.append(ChainTrace(node.id, self._liveness(node), node.exactness, run, tiers))
+        return sorted(traces, key=lambda trace: (-trace.hit_blocks, trace.node_id))
+
+    def nodes(self, now: float) -> list[NodeView]:
+        return [self._view(node, now) for node in self._nodes.values()]
+
+    @property
+    def swept_holders(self) -> int:
+        """Generations whose rows are still being removed."""
+        return len(self._swept)
+
+    def check_integrity(self) -> None:
+        """Assert that holders, generations and rows fit together. O(table)."""
+        self._index.check_integrity()
+        self._membership.check_integrity()
+        live: list[int] = []
+        for node in self._nodes.values():
+            node.ingest.check_integrity()
+            assert (node.visible is None) == (node.ingest.visible is None)
+            assert len(node.generations) <= 2, "a generation was not dropped"
+            live += [rows.holder for rows in node.generations.values()]
+            if node.visible:
+                assert node.generations[node.ingest.visible or GenerationId(0)] is node.visible
+                assert self._by_holder[node.visible.holder] is node
+        assert len(self._by_holder) == sum(1 for node in self._nodes.values() if node.visible)
+        assert sorted([*live, *self._swept, *self._free_holders]) == list(range(MAX_HOLDERS))
+        for free in self._free_holders:
+            assert not any(self._index.digest(Holder(free), tier).blocks for tier in Tier)
+
+    # Inside
+
+    def _node_of(self, address: str) -> _Node | None:
+        source = self._sources.get(address)
+        return self._nodes.get(source.node_id) if source and source.node_id else None
+
+    def _hear(
+        self, address: str, node_id: NodeId, incarnation: Incarnation, now: float
+    ) -> _Node | None:
+        """The node a message is of; None for one that was removed, or a source that was."""
+        source = self._sources.get(address)
+        if source is None:
+            return None
+        if not node_id or len(node_id) > MAX_NODE_ID_CHARS:
+            raise InvalidRequestError(f"{address} names itself {node_id[:300]!r}")
+        node = self._nodes.get(node_id)
+        if node is None and len(self._nodes) >= MAX_NODES:
+            raise UnavailableError(f"node {node_id} is one too many: {MAX_NODES} are known")
+        if node and incarnation < node.ingest.fence:
+            return node  # ingest counts and refuses it; it is no sign of life
+        if not self._membership.hear(node_id, incarnation, now):
+            return None
+        if node is None:
+            node = self._nodes[node_id] = _Node(node_id, Ingest(node_id))
+        if source.node_id != node_id:
+            log.info("%s is node %s", address, node_id)
+            source.node_id = node_id
+        return node
+
+    def _carry_out(self, node: _Node, actions: list[Action]) -> StreamStep:
+        step = StreamStep.CONTINUE
+        for action in actions:
+            match action:
+                case OpenGeneration(generation):
+                    node.generations[generation] = _Rows(self._take_holder())
+                case Apply(generation, events):
+                    self._apply(node, node.generations[generation], events)
+                case Swap(generation, replaced):
+                    node.visible = node.generations[generation]
+                    self._by_holder[node.visible.holder] = node
+                    if replaced is not None:
+                        self._retire(node, replaced)
+                case DropGeneration(generation):
+                    self._retire(node, generation)
+                case Resume():
+                    step = StreamStep.RESUBSCRIBE
+                case FetchSnapshot():
+                    step = StreamStep.SNAPSHOT
+        return step
+
+    def _apply(self, node: _Node, rows: _Rows, events: tuple[Event, ...]) -> None:
+        for event in events:
+            match event:
+                case BlocksStored(tier, keys):
+                    applied = self._index.apply_stored(rows.holder, tier, keys)
+                case BlocksRemoved(tier, keys):
+                    applied = self._index.apply_removed(rows.holder, tier, keys)
+                case TierCleared(tier):
+                    applied = Applied(self._index.clear_tier(rows.holder, tier), 0, 0)
+            node.anomalies += applied.unchanged
+            node.dropped += applied.dropped
+            rows.dropped += applied.dropped
+
+    def _take_holder(self) -> Holder:
+        if not self._free_holders:  # then some wait to be swept: two a node is the most in use
+            holder = self._swept.popleft()
+            self._index.remove_holder(holder)
+            return holder
+        return Holder(heapq.heappop(self._free_holders))
+
+    def _retire(self, node: _Node, generation: GenerationId) -> None:
+        holder = node.generations.pop(generation).holder
+        self._by_holder.pop(holder, None)
+        self._swept.append(holder)
+
+    def _drop_node(self, node_id: NodeId) -> None:
+        node = self._nodes.pop(node_id)
+        for generation in [*node.generations]:
+            self._retire(node, generation)
+
+    def _digest(self, node: _Node, tier: Tier) -> TierDigest:
+        if node.visible is None:
+            return TierDigest(tier, 0, 0)
+        return self._index.digest(node.visible.holder, tier)
+
+    def _liveness(self, node: _Node) -> Liveness:
+        return self._membership.state(node.id) or Liveness.GONE
+
+    def _view(self, node: _Node, now: float) -> NodeView:
+        reported = {digest.tier: digest for digest in (node.report.tiers if node.report else ())}
+        tiers = []
+        for tier in AUDITED_TIERS:
+            own, theirs = self._digest(node, tier), reported.get(tier, TierDigest(tier, 0, 0))
+            tiers.append(
+                TierDigest(tier, own.blocks, own.xor, theirs.capacity_bytes, theirs.used_bytes)
+            )
+        return NodeView(
+            node_id=node.id,
+            incarnation=node.ingest.incarnation,
+            seq=node.ingest.seq,
+            liveness=self._liveness(node),
+            exactness=node.exactness,
+            reported_state=node.report.state if node.report else "",
+            grpc_address=node.report.grpc_address if node.report else "",
+            tiers=tuple(tiers),
+            engines=node.report.engines if node.report else (),
+            lag_seconds=node.delay_seconds + self._membership.silent_seconds(node.id, now),
+            counts=node.ingest.counts,
+            anomalies=node.anomalies,
+            dropped=node.dropped,
+        )

@@ -1,0 +1,104 @@
+"""What a table of block holders must do, whatever it is made of.
+
+A *holder* is a number for one generation of one node's rows (a daemon's DRAM and SSD; later an
+engine's HBM). The table knows nothing of nodes, sequences or time: `ingest` decides what is
+applied, `embedded` maps holders to nodes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NewType, Protocol
+
+from emberkv_proto.events import Keys
+from emberkv_proto.types import IndexKey, Tier, TierDigest
+
+Holder = NewType("Holder", int)
+MAX_HOLDERS = 8192
+"""13 bits. Each node needs one, and a second one while a snapshot replaces its rows."""
+
+EVERYTHING = 1 << 62
+"""A removal budget that is never used up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """What a call changed. `unchanged`: stored twice, removed when absent, or the reserved key 0.
+
+    `dropped`: a new block refused because the table holds `capacity_blocks` already.
+    """
+
+    changed: int
+    unchanged: int
+    dropped: int
+
+
+@dataclass(frozen=True, slots=True)
+class HolderHit:
+    """The leading run of a chain that one holder has in any tier, by fastest tier of each block."""
+
+    holder: Holder
+    hit_blocks: int
+    hbm_blocks: int
+    dram_blocks: int
+
+    @property
+    def ssd_blocks(self) -> int:
+        return self.hit_blocks - self.hbm_blocks - self.dram_blocks
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """One holder of one block, and the tiers it has it in, fastest first."""
+
+    holder: Holder
+    tiers: tuple[Tier, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TableSize:
+    """`blocks` distinct keys; `table_bytes` is 0 where the backend cannot tell."""
+
+    blocks: int
+    capacity_blocks: int
+    table_bytes: int
+
+
+class BlockIndex(Protocol):
+    """Which holder has which block in which tier.
+
+    One thread owns an index (the event loop's): no call waits, none is safe beside another.
+    Keys are uint64; key 0 names no block. Applying is idempotent, in order within a call.
+    """
+
+    def apply_stored(self, holder: Holder, tier: Tier, keys: Keys) -> Applied:
+        """Add rows. A new block over capacity is dropped and counted, never an error."""
+
+    def apply_removed(self, holder: Holder, tier: Tier, keys: Keys) -> Applied: ...
+
+    def clear_tier(self, holder: Holder, tier: Tier) -> int:
+        """Remove all rows of `holder` in `tier`; return how many. O(table), early when empty."""
+
+    def remove_holder(self, holder: Holder, budget_slots: int = EVERYTHING) -> bool:
+        """Remove rows of `holder` in all tiers, looking at `budget_slots` slots at most.
+
+        True when none is left; until then call again, other calls may come between. The number
+        may be given to another holder only after True.
+        """
+
+    def query(self, keys: Keys) -> list[HolderHit]:
+        """Leading runs of a chain, one for each holder of its first block, in no order.
+
+        Exact with holes and with tiers alternating. O(len of the longest run).
+        """
+
+    def holdings(self, key: IndexKey) -> tuple[Holding, ...]:
+        """Who has one block, by holder number. For explanations and tests, not the hot path."""
+
+    def digest(self, holder: Holder, tier: Tier) -> TierDigest:
+        """Count and XOR of the rows of `holder` in `tier`. O(1)."""
+
+    def size(self) -> TableSize: ...
+
+    def check_integrity(self) -> None:
+        """Assert the backend's invariants. O(table)."""

@@ -1,0 +1,86 @@
+"""The obvious index: sets of keys. Slow; the oracle that the tests hold the others against."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from functools import reduce
+from operator import xor
+
+from emberkv_proto.events import Keys
+from emberkv_proto.types import IndexKey, Tier, TierDigest
+from global_index.index import EVERYTHING, Applied, Holder, HolderHit, Holding, TableSize
+
+
+class NaiveIndex:
+    """A `BlockIndex` without one clever line."""
+
+    def __init__(self, capacity_blocks: int) -> None:
+        self._capacity = capacity_blocks
+        self._sets: defaultdict[tuple[Holder, Tier], set[int]] = defaultdict(set)
+
+    def apply_stored(self, holder: Holder, tier: Tier, keys: Keys) -> Applied:
+        changed = unchanged = dropped = 0
+        for key in keys.tolist():
+            known = self._distinct()
+            if key == 0 or key in self._sets[holder, tier]:
+                unchanged += 1
+            elif key not in known and len(known) >= self._capacity:
+                dropped += 1
+            else:
+                self._sets[holder, tier].add(key)
+                changed += 1
+        return Applied(changed, unchanged, dropped)
+
+    def apply_removed(self, holder: Holder, tier: Tier, keys: Keys) -> Applied:
+        changed = unchanged = 0
+        for key in keys.tolist():
+            if key in self._sets[holder, tier]:
+                self._sets[holder, tier].remove(key)
+                changed += 1
+            else:
+                unchanged += 1
+        return Applied(changed, unchanged, 0)
+
+    def clear_tier(self, holder: Holder, tier: Tier) -> int:
+        return len(self._sets.pop((holder, tier), set()))
+
+    def remove_holder(self, holder: Holder, budget_slots: int = EVERYTHING) -> bool:
+        for tier in Tier:
+            self._sets.pop((holder, tier), None)
+        return True
+
+    def query(self, keys: Keys) -> list[HolderHit]:
+        hits = []
+        for holder in {holder for holder, _ in self._sets}:
+            counts = dict.fromkeys(Tier, 0)
+            for key in keys.tolist():
+                fastest = next((tier for tier in Tier if key in self._sets[holder, tier]), None)
+                if fastest is None:
+                    break
+                counts[fastest] += 1
+            if any(counts.values()):
+                hits.append(
+                    HolderHit(holder, sum(counts.values()), counts[Tier.HBM], counts[Tier.DRAM])
+                )
+        return hits
+
+    def holdings(self, key: IndexKey) -> tuple[Holding, ...]:
+        held = [pair for pair, keys in self._sets.items() if key in keys]
+        return tuple(
+            Holding(holder, tuple(tier for tier in Tier if (holder, tier) in held))
+            for holder in sorted({holder for holder, _ in held})
+        )
+
+    def digest(self, holder: Holder, tier: Tier) -> TierDigest:
+        keys = self._sets.get((holder, tier), set())
+        return TierDigest(tier, len(keys), reduce(xor, keys, 0))
+
+    def size(self) -> TableSize:
+        return TableSize(len(self._distinct()), self._capacity, 0)
+
+    def check_integrity(self) -> None:
+        assert 0 not in self._distinct(), "key 0 names no block"
+        assert len(self._distinct()) <= self._capacity, "more blocks than capacity"
+
+    def _distinct(self) -> set[int]:
+        return set().union(*self._sets.values())
