@@ -1,0 +1,142 @@
+"""Async gRPC client of the global index, for daemons, routers and the command line.
+
+The only module of the SDK that needs grpcio.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import grpc
+import numpy as np
+import numpy.typing as npt
+
+from emberkv_proto.convert import (
+    digest_from_wire,
+    engine_from_wire,
+    hit_from_wire,
+    u64s_to_wire,
+)
+from emberkv_proto.errors import (
+    DeadlineError,
+    EmberError,
+    InvalidRequestError,
+    UnavailableError,
+    error_from_wire,
+)
+from emberkv_proto.types import EngineInfo, Incarnation, NodeHit, NodeId, Seq, TierDigest
+from emberkv_proto.v1 import index_pb2, index_pb2_grpc
+from emberkv_proto.wire import MAX_BLOCKS_PER_CALL
+
+ERROR_METADATA_KEY = "emberkv-error"
+"""Trailing metadata of a failed call: class name in emberkv_proto.errors."""
+
+MAX_MESSAGE_BYTES = 16 * 1024 * 1024
+CHANNEL_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # The library's own bound of two minutes would keep a restarted server away for as long.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2000),
+    ("grpc.use_local_subchannel_pool", 1),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class IndexedNode:
+    """A node as the global index sees it."""
+
+    node_id: NodeId
+    incarnation: Incarnation
+    seq: Seq
+    """Last event applied."""
+    state: str
+    """"ok", "suspect", "gone" or "removed"."""
+    exactness: str
+    """"exact", "degraded" or "syncing"."""
+    grpc_address: str
+    tiers: tuple[TierDigest, ...]
+    engines: tuple[EngineInfo, ...]
+    lag_seconds: float
+    gaps: int
+    snapshots: int
+
+
+class IndexClient:
+    """Asks the index. Connects at the first call, and again whenever the connection broke.
+
+    Every call has a deadline. Raises UnavailableError or DeadlineError when the index is away,
+    other EmberErrors as the index sends them. Belongs to one event loop; close it there.
+    """
+
+    def __init__(self, address: str, *, timeout_seconds: float = 1.0) -> None:
+        self.address = address
+        self._timeout_seconds = timeout_seconds
+        self._channel: grpc.aio.Channel | None = None
+
+    async def query(
+        self, keys: npt.NDArray[np.uint64], *, timeout_seconds: float | None = None
+    ) -> list[NodeHit]:
+        """How much of the chain with these index keys each node holds; nodes without are left out.
+
+        A hint: the node decides when it is asked for the bytes.
+        """
+        if len(keys) > MAX_BLOCKS_PER_CALL:
+            raise InvalidRequestError(f"query of {len(keys)} keys; limit is {MAX_BLOCKS_PER_CALL}")
+        request = index_pb2.QueryRequest(keys=u64s_to_wire(keys))
+        try:
+            response = await self._stub().Query(request, timeout=self._timeout(timeout_seconds))
+        except grpc.aio.AioRpcError as error:
+            raise ember_error(error, f"index {self.address}") from None
+        return [hit_from_wire(hit) for hit in response.hits]
+
+    async def nodes(self, *, timeout_seconds: float | None = None) -> list[IndexedNode]:
+        """All nodes that the index knows, in whatever state."""
+        request = index_pb2.NodesRequest()
+        try:
+            response = await self._stub().Nodes(request, timeout=self._timeout(timeout_seconds))
+        except grpc.aio.AioRpcError as error:
+            raise ember_error(error, f"index {self.address}") from None
+        return [_node_from_wire(node) for node in response.nodes]
+
+    async def close(self) -> None:
+        """Drop the connection, letting calls in flight finish. A later call connects anew."""
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            await channel.close(grace=self._timeout_seconds)
+
+    def _stub(self) -> index_pb2_grpc.IndexStub:
+        if self._channel is None:
+            self._channel = grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS)
+        return index_pb2_grpc.IndexStub(self._channel)  # type: ignore[no-untyped-call]
+
+    def _timeout(self, seconds: float | None) -> float:
+        return self._timeout_seconds if seconds is None else seconds
+
+
+def ember_error(error: grpc.aio.AioRpcError, server: str) -> EmberError:
+    """The error a server of ours raised, or what its absence means to the caller."""
+    message = error.details() or ""
+    metadata: dict[str, str | bytes] = dict(tuple(error.trailing_metadata() or ()))  # type: ignore[arg-type]
+    if ERROR_METADATA_KEY in metadata:
+        return error_from_wire(str(metadata[ERROR_METADATA_KEY]), message)
+    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return DeadlineError(f"{server} did not answer in time")
+    return UnavailableError(f"{server}: {error.code().name}: {message}")
+
+
+def _node_from_wire(message: index_pb2.NodeState) -> IndexedNode:
+    return IndexedNode(
+        NodeId(message.node_id),
+        Incarnation(message.incarnation),
+        Seq(message.seq),
+        message.state,
+        message.exactness,
+        message.grpc_address,
+        tuple(digest_from_wire(digest) for digest in message.tiers),
+        tuple(engine_from_wire(engine) for engine in message.engines),
+        message.lag_seconds,
+        message.gaps,
+        message.snapshots,
+    )

@@ -1,0 +1,147 @@
+"""What moves blocks' bytes between pools of different nodes, whatever the wire.
+
+A transport reads scattered ranges of a peer's pool straight into the local pool. Calls block and
+belong in worker threads. The one promise every transport keeps: once `read` has returned or
+raised, nothing writes into its local ranges any more.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+from emberkv_proto.errors import UnavailableError
+from emberkv_proto.types import Incarnation
+
+MayRead = Callable[[int, int, int], bool]
+"""(lease id, offset, length) -> whether a peer may read these bytes now. Any thread calls it."""
+
+
+class ReadCancelledError(UnavailableError):
+    """The reader gave up; the peer is not to blame."""
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a transport can do, for those who choose one and for `doctor`."""
+
+    one_sided: bool
+    gpu_direct: bool
+    needs_target_cpu: bool
+    cancel_safe: bool
+    """A cancelled read's ranges may be reused at once (else they need quarantine)."""
+
+
+@dataclass(frozen=True, slots=True)
+class TransportAddress:
+    """Where, how and in which life of its daemon a pool can be read."""
+
+    transport: str
+    address: str
+    incarnation: Incarnation
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """`length` bytes from `remote_offset` of the peer's pool to `local_offset` of ours."""
+
+    local_offset: int
+    remote_offset: int
+    length: int
+
+
+class Cancellation:
+    """Ends blocking reads from another thread. Cancelled once, it stays so."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._aborts: list[Callable[[], None]] = []
+        self._is_cancelled = False
+
+    def cancel(self) -> None:
+        """Abort every read in flight that carries this; later ones fail at once."""
+        with self._lock:
+            self._is_cancelled = True
+            for abort in self._aborts:
+                abort()
+
+    @contextmanager
+    def aborting_with(self, abort: Callable[[], None]) -> Iterator[None]:
+        """Let `cancel` call `abort` (quick, from any thread) while the body runs.
+
+        Raises ReadCancelledError when it is cancelled already.
+        """
+        with self._lock:
+            self._check()
+            self._aborts.append(abort)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._aborts.remove(abort)
+
+    def check(self) -> None:
+        """Raises ReadCancelledError once cancelled."""
+        with self._lock:
+            self._check()
+
+    def _check(self) -> None:
+        if self._is_cancelled:
+            raise ReadCancelledError("the read was cancelled")
+
+
+class Peer(Protocol):
+    """A connected owner of blocks, as the transport that made it knows it."""
+
+    @property
+    def address(self) -> TransportAddress: ...
+
+
+class Transport(Protocol):
+    """Reads of remote pools, and service of the own pool to such reads."""
+
+    name: str
+    capabilities: Capabilities
+
+    def register(self, region: memoryview) -> None:
+        """Name the local pool, once, before anything else. Writable bytes; held until shutdown."""
+        ...
+
+    def serve(self, may_read: MayRead) -> TransportAddress:
+        """Let peers read the registered region wherever `may_read` agrees."""
+        ...
+
+    def connect(self, address: TransportAddress) -> Peer:
+        """A handle for reads from that pool. Opens nothing yet, so it cannot fail for the peer."""
+        ...
+
+    def read(
+        self,
+        peer: Peer,
+        lease_id: int,
+        segments: Sequence[Segment],
+        deadline_seconds: float,
+        cancellation: Cancellation,
+    ) -> None:
+        """Fill all local ranges, or raise with their content undefined.
+
+        Raises:
+            DeadlineError: over the deadline, or no byte came for the transport's progress time.
+            LeaseExpiredError: the owner refused a range.
+            StaleIncarnationError: another life of the owner answered.
+            FrameError: the answer is not of this protocol.
+            InvalidRequestError: a range is outside the local region, or there are too many.
+            UnavailableError: the peer is away, or (ReadCancelledError) the read was cancelled.
+        """
+        ...
+
+    def close(self, peer: Peer) -> None:
+        """Drop a peer; reads in flight from it fail."""
+        ...
+
+    def shutdown(self) -> None:
+        """Stop serving and reading, join all threads, let go of the region."""
+        ...

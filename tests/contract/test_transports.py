@@ -1,0 +1,416 @@
+"""What every transport promises. Guard bytes around each local range tell of stray writes."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import struct
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+import pytest
+
+from emberkv_proto.errors import (
+    DeadlineError,
+    EmberError,
+    FrameError,
+    InvalidRequestError,
+    LeaseExpiredError,
+    StaleIncarnationError,
+    UnavailableError,
+)
+from emberkv_proto.types import Incarnation
+from store_daemon.transport.base import (
+    Cancellation,
+    ReadCancelledError,
+    Segment,
+    Transport,
+    TransportAddress,
+)
+from store_daemon.transport.tcp import TcpTransport
+from store_daemon.transport.tcp_server import ServeLimits
+from tests.helpers.anonymous_pool import AnonymousPool
+from tests.helpers.serve_region import LEASE, make_transport, seeded_bytes, serving_process
+
+GUARD = 0x55
+KIB, MIB = 1 << 10, 1 << 20
+POOL = 8 * MIB
+SEGMENTS = 16
+
+
+@dataclass
+class Pair:
+    """An owner with seeded bytes, and a reader whose pool is all guard bytes."""
+
+    owner: Transport
+    reader: Transport
+    owner_pool: AnonymousPool
+    reader_pool: AnonymousPool
+    address: TransportAddress
+    leased: range
+
+    def read(self, segments: list[Segment], deadline: float = 5.0, lease: int = LEASE) -> None:
+        peer = self.reader.connect(self.address)
+        try:
+            self.reader.read(peer, lease, segments, deadline, Cancellation())
+        finally:
+            self.reader.close(peer)
+
+
+@dataclass
+class RemotePair:
+    """A reader here, an owner in another process that sends a segment each `delay` seconds."""
+
+    reader: Transport
+    pool: AnonymousPool
+    owner: subprocess.Popen[str]
+    address: TransportAddress
+    segments: list[Segment]
+
+    def after(self, delay_seconds: float, signal_number: int) -> threading.Timer:
+        timer = threading.Timer(delay_seconds, self.owner.send_signal, (signal_number,))
+        timer.start()
+        return timer
+
+
+@contextmanager
+def remote_pair(kind: str, delay: float) -> Iterator[RemotePair]:
+    """The owner checks each segment twice: it starts to send after SEGMENTS * delay seconds."""
+    reader = make_transport(kind, Incarnation(9), progress_seconds=1.5)
+    with AnonymousPool(POOL) as pool, serving_process(kind, 2, POOL, delay) as owner:
+        pool.view[:] = bytes([GUARD]) * POOL
+        reader.register(pool.view)
+        size = POOL // SEGMENTS
+        order = range(SEGMENTS)
+        segments = [Segment((SEGMENTS - 1 - i) * size + 64, i * size, size - 128) for i in order]
+        try:
+            yield RemotePair(reader, pool, owner.process, owner.address, segments)
+        finally:
+            reader.shutdown()
+
+
+@pytest.fixture(params=["tcp"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def pair(kind: str) -> Iterator[Pair]:
+    with AnonymousPool(POOL) as owner_pool, AnonymousPool(POOL) as reader_pool:
+        owner_pool.view[:] = seeded_bytes(1, POOL)
+        reader_pool.view[:] = bytes([GUARD]) * POOL
+        owner = make_transport(kind, Incarnation(3))
+        reader = make_transport(kind, Incarnation(9), progress_seconds=0.5)
+        owner.register(owner_pool.view)
+        reader.register(reader_pool.view)
+        leased = range(MIB, 7 * MIB)
+
+        def may_read(lease_id: int, offset: int, length: int) -> bool:
+            return lease_id == LEASE and offset in leased and offset + length - 1 in leased
+
+        address = owner.serve(may_read)
+        try:
+            yield Pair(owner, reader, owner_pool, reader_pool, address, leased)
+            owner.check_integrity()  # type: ignore[attr-defined]
+            reader.check_integrity()  # type: ignore[attr-defined]
+        finally:
+            reader.shutdown()
+            owner.shutdown()
+
+
+def assert_only_written(pool: AnonymousPool, segments: list[Segment], source: bytes) -> None:
+    expected = bytearray([GUARD]) * len(pool.view)
+    for s in segments:
+        expected[s.local_offset : s.local_offset + s.length] = source[
+            s.remote_offset : s.remote_offset + s.length
+        ]
+    assert pool.view == expected
+
+
+def test_scattered_ranges_arrive_byte_for_byte_and_nothing_else_changes(pair: Pair) -> None:
+    segments = [
+        Segment(5 * MIB, MIB, 1),
+        Segment(4096, 3 * MIB + 17, MIB + 13),
+        Segment(0, 2 * MIB, 4095),
+        Segment(POOL - 3, 7 * MIB - 3, 3),
+        Segment(6 * MIB, MIB, 300 * KIB),
+    ]
+    pair.read(segments)
+    assert_only_written(pair.reader_pool, segments, bytes(pair.owner_pool.view))
+
+
+def test_many_reads_share_a_peer_from_many_threads(pair: Pair) -> None:
+    peer = pair.reader.connect(pair.address)
+    segments = [Segment(i * 64 * KIB, MIB + i * 64 * KIB, 64 * KIB) for i in range(64)]
+    errors: list[BaseException] = []
+
+    def read_some(mine: list[Segment]) -> None:
+        try:
+            for segment in mine:
+                pair.reader.read(peer, LEASE, [segment], 10.0, Cancellation())
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=read_some, args=(segments[n::8],)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert_only_written(pair.reader_pool, segments, bytes(pair.owner_pool.view))
+
+
+@pytest.mark.parametrize(
+    ("lease", "offset", "length"),
+    [(LEASE + 1, MIB, 10), (LEASE, MIB - 1, 10), (LEASE, 7 * MIB - 1, 2), (LEASE, 0, POOL)],
+)
+def test_read_outside_the_lease_is_refused_and_writes_nothing(
+    pair: Pair, lease: int, offset: int, length: int
+) -> None:
+    with pytest.raises(LeaseExpiredError):
+        pair.read([Segment(0, offset, length)], lease=lease)
+    assert_only_written(pair.reader_pool, [], b"")
+    pair.read([Segment(0, MIB, 10)])  # the owner serves on
+
+
+def test_lease_that_ends_in_mid_answer_breaks_the_read(kind: str) -> None:
+    asked = 0
+
+    def may_read(lease_id: int, offset: int, length: int) -> bool:
+        nonlocal asked
+        asked += 1
+        return asked <= 6  # four up front, two while sending
+
+    with AnonymousPool(POOL) as owner_pool, AnonymousPool(POOL) as reader_pool:
+        owner, reader = make_transport(kind, Incarnation(3)), make_transport(kind, Incarnation(4))
+        owner.register(owner_pool.view)
+        reader.register(reader_pool.view)
+        try:
+            peer = reader.connect(owner.serve(may_read))
+            segments = [Segment(i * MIB, i * MIB, MIB) for i in range(4)]
+            with pytest.raises(UnavailableError):
+                reader.read(peer, LEASE, segments, 5.0, Cancellation())
+        finally:
+            reader.shutdown()
+            owner.shutdown()
+
+
+@pytest.mark.parametrize(
+    "segment",
+    [
+        Segment(-1, MIB, 10),
+        Segment(0, -1, 10),
+        Segment(0, MIB, 0),
+        Segment(0, MIB, -5),
+        Segment(POOL - 9, MIB, 10),
+        Segment(0, MIB, 1 << 40),
+    ],
+)
+def test_local_range_outside_the_pool_is_refused_before_any_io(
+    pair: Pair, segment: Segment
+) -> None:
+    with pytest.raises(InvalidRequestError):
+        pair.read([segment])
+    assert_only_written(pair.reader_pool, [], b"")
+
+
+def test_empty_and_oversize_lists_are_refused(pair: Pair) -> None:
+    with pytest.raises(InvalidRequestError):
+        pair.read([])
+    with pytest.raises(InvalidRequestError):
+        pair.read([Segment(0, MIB, 1)] * 100_000)
+
+
+def test_remote_range_outside_the_owners_pool_is_refused(pair: Pair) -> None:
+    for offset in (POOL, (1 << 63) - 1, (1 << 64) - 1):
+        with pytest.raises((FrameError, LeaseExpiredError)):
+            pair.read([Segment(0, offset, 10)])
+    pair.read([Segment(0, MIB, 10)])
+
+
+def test_other_incarnation_of_the_owner_is_refused(pair: Pair) -> None:
+    stale = TransportAddress(
+        pair.address.transport, pair.address.address, Incarnation(pair.address.incarnation - 1)
+    )
+    peer = pair.reader.connect(stale)
+    with pytest.raises(StaleIncarnationError):
+        pair.reader.read(peer, LEASE, [Segment(0, MIB, 10)], 5.0, Cancellation())
+
+
+def test_owner_that_is_gone_fails_at_once(pair: Pair) -> None:
+    pair.read([Segment(0, MIB, 10)])
+    peer = pair.reader.connect(pair.address)
+    pair.reader.read(peer, LEASE, [Segment(0, MIB, 10)], 5.0, Cancellation())
+    pair.owner.shutdown()
+    started = time.monotonic()
+    for _ in range(3):
+        with pytest.raises(UnavailableError):
+            pair.reader.read(peer, LEASE, [Segment(0, MIB, 10)], 5.0, Cancellation())
+    assert time.monotonic() - started < 2.0
+
+
+def test_closed_peer_and_shut_down_transport_refuse_reads(pair: Pair) -> None:
+    peer = pair.reader.connect(pair.address)
+    pair.reader.close(peer)
+    with pytest.raises(UnavailableError):
+        pair.reader.read(peer, LEASE, [Segment(0, MIB, 10)], 5.0, Cancellation())
+    other = pair.reader.connect(pair.address)
+    pair.reader.shutdown()
+    with pytest.raises(UnavailableError):
+        pair.reader.read(other, LEASE, [Segment(0, MIB, 10)], 5.0, Cancellation())
+    with pytest.raises(UnavailableError):
+        pair.reader.connect(pair.address)
+
+
+def test_cancelled_read_ends_at_once_and_later_ones_fail(kind: str) -> None:
+    with remote_pair(kind, delay=0.02) as pair:
+        cancellation = Cancellation()
+        peer = pair.reader.connect(pair.address)
+        timer = threading.Timer(0.5, cancellation.cancel)
+        timer.start()
+        started = time.monotonic()
+        with pytest.raises(UnavailableError):
+            pair.reader.read(peer, LEASE, pair.segments, 30.0, cancellation)
+        assert time.monotonic() - started < 3.0
+        timer.join()
+        pair.pool.view[:] = bytes([GUARD]) * POOL
+        with pytest.raises(ReadCancelledError):
+            pair.reader.read(peer, LEASE, pair.segments, 30.0, cancellation)
+        time.sleep(0.5)
+        assert_only_written(pair.pool, [], b"")
+        pair.reader.read(peer, LEASE, pair.segments[:2], 30.0, Cancellation())
+        assert_only_written(pair.pool, pair.segments[:2], seeded_bytes(2, POOL))
+
+
+def test_total_deadline_ends_a_read_that_makes_progress(kind: str) -> None:
+    with remote_pair(kind, delay=0.05) as pair:
+        peer = pair.reader.connect(pair.address)
+        started = time.monotonic()
+        with pytest.raises(DeadlineError):
+            pair.reader.read(peer, LEASE, pair.segments, 1.2, Cancellation())
+        assert time.monotonic() - started < 2.5
+
+
+def test_killed_peer_in_mid_transfer_fails_the_read_at_once(kind: str) -> None:
+    with remote_pair(kind, delay=0.03) as pair:
+        peer = pair.reader.connect(pair.address)
+        timer = pair.after(SEGMENTS * 0.03 * 1.5, signal.SIGKILL)
+        started = time.monotonic()
+        with pytest.raises(UnavailableError):
+            pair.reader.read(peer, LEASE, pair.segments, 30.0, Cancellation())
+        assert time.monotonic() - started < 3.0
+        timer.join()
+        assert 0 < arrived_segments(pair) < SEGMENTS, "the peer was not killed in mid-transfer"
+
+
+def test_stopped_peer_fails_the_read_and_writes_nothing_when_it_goes_on(kind: str) -> None:
+    """The slots are reused right after the failed read; a late byte would show."""
+    with remote_pair(kind, delay=0.03) as pair:
+        peer = pair.reader.connect(pair.address)
+        timer = pair.after(SEGMENTS * 0.03 * 1.5, signal.SIGSTOP)
+        with pytest.raises(DeadlineError):
+            pair.reader.read(peer, LEASE, pair.segments, 30.0, Cancellation())
+        timer.join()
+        assert 0 < arrived_segments(pair) < SEGMENTS, "the peer was not stopped in mid-transfer"
+        pair.pool.view[:] = bytes([GUARD]) * POOL
+        pair.owner.send_signal(signal.SIGCONT)
+        time.sleep(1.0)
+        assert_only_written(pair.pool, [], b"")
+        pair.reader.read(peer, LEASE, pair.segments, 30.0, Cancellation())
+        assert_only_written(pair.pool, pair.segments, seeded_bytes(2, POOL))
+
+
+def arrived_segments(pair: RemotePair) -> int:
+    source = seeded_bytes(2, POOL)
+    return sum(
+        pair.pool.view[s.local_offset : s.local_offset + s.length]
+        == source[s.remote_offset : s.remote_offset + s.length]
+        for s in pair.segments
+    )
+
+
+# ---- tcp alone: what a broken or hostile client can send ----
+
+HELLO = struct.pack("<8sIIQ", b"EMBRTCP\0", 1, 0, 3)
+
+
+def send_raw(address: TransportAddress, raw: bytes) -> bytes:
+    host, _, port = address.address.rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=5.0) as sock:
+        sock.sendall(raw)
+        sock.shutdown(socket.SHUT_WR)
+        answer = b""
+        with suppress(ConnectionResetError):  # closed with bytes of ours unread
+            while piece := sock.recv(65536):
+                answer += piece
+        return answer
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"",
+        HELLO[:10],
+        struct.pack("<8sIIQ", b"EMBRTCP\0", 99, 0, 3),
+        struct.pack("<8sIIQ", b"EMBRTCP\0", 1, 77, 3),
+        HELLO + b"x" * 24,
+        HELLO + struct.pack("<8sQII", b"EMBRTCP\0", LEASE, 0, 0),
+        HELLO + struct.pack("<8sQII", b"EMBRTCP\0", LEASE, 0xFFFFFFFF, 0),
+        HELLO + struct.pack("<8sQII", b"EMBRTCP\0", LEASE, 2, 0) + b"z" * 16,
+        HELLO + struct.pack("<8sQII", b"EMBRTCP\0", LEASE, 1, 0) + struct.pack("<QQ", MIB, 0),
+        HELLO + struct.pack("<8sQII", b"EMBRTCP\0", LEASE, 1, 0) + b"\xff" * 16,
+    ],
+)
+def test_tcp_malformed_frames_give_no_bytes_and_leave_the_owner_serving(
+    pair: Pair, raw: bytes
+) -> None:
+    answer = send_raw(pair.address, raw)
+    assert len(answer) <= 48  # a hello and a header, never payload
+    pair.read([Segment(0, MIB, 10)])
+
+
+def test_tcp_busy_owner_turns_further_readers_away() -> None:
+    with AnonymousPool(MIB) as owner_pool, AnonymousPool(MIB) as reader_pool:
+        owner = TcpTransport(Incarnation(3), serve_limits=ServeLimits(connections=1))
+        reader = make_transport("tcp", Incarnation(4))
+        owner.register(owner_pool.view)
+        reader.register(reader_pool.view)
+        try:
+            address = owner.serve(lambda lease, offset, length: True)
+            first, second = reader.connect(address), reader.connect(address)
+            reader.read(first, 1, [Segment(0, 0, 10)], 5.0, Cancellation())
+            with pytest.raises(UnavailableError):
+                reader.read(second, 1, [Segment(0, 0, 10)], 5.0, Cancellation())
+            reader.close(first)
+            deadline = time.monotonic() + 5.0
+            while True:
+                try:
+                    reader.read(second, 1, [Segment(0, 0, 10)], 5.0, Cancellation())
+                    break
+                except EmberError:
+                    assert time.monotonic() < deadline
+                    time.sleep(0.02)
+        finally:
+            reader.shutdown()
+            owner.shutdown()
+
+
+def test_tcp_idle_connection_the_owner_closed_is_replaced() -> None:
+    with AnonymousPool(MIB) as owner_pool, AnonymousPool(MIB) as reader_pool:
+        owner = TcpTransport(Incarnation(3), serve_limits=ServeLimits(idle_seconds=0.05))
+        reader = make_transport("tcp", Incarnation(4))
+        owner.register(owner_pool.view)
+        reader.register(reader_pool.view)
+        try:
+            peer = reader.connect(owner.serve(lambda lease, offset, length: True))
+            for _ in range(3):
+                reader.read(peer, 1, [Segment(0, 0, 10)], 5.0, Cancellation())
+                time.sleep(0.2)
+        finally:
+            reader.shutdown()
+            owner.shutdown()
