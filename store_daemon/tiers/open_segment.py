@@ -7,7 +7,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from emberkv_proto.types import BlockHash, NamespaceId
+from emberkv_proto.types import (
+    BLOCK_HASH_BYTES,
+    NAMESPACE_ID_BYTES,
+    BlockHash,
+    NamespaceId,
+)
 from store_daemon.tiers import segments
 from store_daemon.tiers.segment_file import (
     aligned_memory,
@@ -37,6 +42,17 @@ class SsdRecord:
     @property
     def key(self) -> RowKey:
         return RowKey(self.namespace_id, self.block_hash, self.part)
+
+    @property
+    def is_storable(self) -> bool:
+        """Whether each field fits its place in a record header. Zeros there mean no parent."""
+        return (
+            len(self.namespace_id) == NAMESPACE_ID_BYTES
+            and len(self.block_hash) == BLOCK_HASH_BYTES
+            and (self.parent is None or (len(self.parent) == BLOCK_HASH_BYTES and any(self.parent)))
+            and 0 <= self.part < 1 << 32
+            and 0 <= self.checksum < 1 << 64
+        )
 
     def placed(self, segment: int, offset: int) -> SsdRow:
         """The row of this record when it stands there."""

@@ -221,6 +221,8 @@ class SsdTier:
 
     def _refusal(self, record: SsdRecord) -> str | None:
         payload = record.payload
+        if not record.is_storable:
+            return "a key, part, parent or checksum is not of its size"
         if record.length < 1 or not len(payload) == payload.nbytes == align_up(record.length):
             return f"payload of {payload.nbytes} bytes for a length of {record.length}"
         if np.frombuffer(payload, np.uint8).ctypes.data % PAGE_BYTES:
