@@ -165,7 +165,7 @@ class AsyncSession(SessionState):
         except asyncio.TimeoutError:
             raise SessionLostError(
                 f"the daemon of node {self.terms.node_id} did not answer {method.name} within"
-                f" {seconds:g} s; the session is closed"
+                f" {seconds:.2f} s; the session is closed"
             ) from None
         return read_payload(reply.header, memoryview(reply.payload), answer)
 
@@ -611,4 +611,5 @@ class AsyncClient:
             session = self._live()
             await asyncio.sleep(session.terms.heartbeat_seconds if session else IDLE_BEAT_SECONDS)
             with contextlib.suppress(EmberError):  # counted already; the next beat tries again
-                await self.heartbeat()
+                if self._live() or not self._backoff.wait_seconds(time.monotonic()):
+                    await self.heartbeat()

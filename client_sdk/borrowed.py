@@ -43,7 +43,7 @@ class LeasedBlocks:
     """The leading blocks of an acquire that may be read while the lease lasts.
 
     Blocks `[0, ready_blocks)` are readable now, up to `usable_blocks` may become so. A miss is a
-    lease over no block.
+    lease over no block. Any thread may read; one at a time waits.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class LeasedBlocks:
         Raises:
             SessionLostError: the answer does not add up.
         """
-        self.usable_blocks = granted.usable_blocks
+        self.usable_blocks = self._usable_at_grant = granted.usable_blocks
         self.sources: list[Source] = []
         self._session = session
         self._id = granted.lease_id
@@ -160,14 +160,15 @@ class LeasedBlocks:
 
     def _extend(self, from_block: int, answer: store_pb2.WaitResponse) -> None:
         """Take over what a wait brought. Raises SessionLostError when it does not add up."""
-        if answer.usable_blocks > self.usable_blocks:
+        if answer.usable_blocks > self._usable_at_grant:
             raise SessionLostError("a lease grew while it was waited for")
-        if from_block == self.ready_blocks <= answer.usable_blocks:
-            brought = answer.ready_blocks - from_block
+        self.usable_blocks = min(self.usable_blocks, answer.usable_blocks)
+        if from_block == self.ready_blocks <= self.usable_blocks:  # nobody else waited meanwhile
             self._take(answer.offsets, answer.checksums, answer.ready_blocks, from_block)
-            self.sources[from_block : from_block + brought] = _sources(answer.sources, brought)
-        self.usable_blocks = max(answer.usable_blocks, self.ready_blocks)
-        del self.sources[self.usable_blocks :]
+            brought = self.ready_blocks - from_block
+            self.sources[from_block : self.ready_blocks] = _sources(answer.sources, brought)
+        for column in (self.sources, self._offsets, self._checksums):
+            del column[self.usable_blocks :]
 
     def _take(self, offsets: bytes, checksums: bytes, ready_blocks: int, from_block: int) -> None:
         brought = ready_blocks - from_block

@@ -149,6 +149,12 @@ class Connection:
             deadline = time.monotonic() + self._timeout_seconds
             self._beat(self._ready(deadline), deadline)
 
+    def keep_alive(self) -> None:
+        """As `heartbeat`, from the background: does nothing while an attempt is held back."""
+        with self._lock:
+            if self.session or not self._backoff.wait_seconds(time.monotonic()):
+                self.heartbeat()
+
     def close(self) -> None:
         """Hang up; leases and stages end. Idempotent; later calls raise UnavailableError."""
         with self._lock:

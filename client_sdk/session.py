@@ -219,7 +219,7 @@ class Session(SessionState):
         except TimeoutError:
             raise SessionLostError(
                 f"the daemon of node {self.terms.node_id} did not answer {method.name} within"
-                f" {seconds:g} s; the session is closed"
+                f" {seconds:.2f} s; the session is closed"
             ) from None
         except OSError as error:
             raise SessionLostError(

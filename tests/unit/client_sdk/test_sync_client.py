@@ -1,0 +1,572 @@
+"""The blocking client against a small daemon that can be made to fail in every way."""
+
+from __future__ import annotations
+
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from client_sdk import OperatorClient, SyncClient
+from emberkv_proto.errors import (
+    AccessDeniedError,
+    CorruptionError,
+    DrainingError,
+    InvalidRequestError,
+    LayoutMismatchError,
+    LeaseExpiredError,
+    StaleIncarnationError,
+    UnavailableError,
+    UnknownLeaseError,
+    UnknownStageError,
+)
+from emberkv_proto.layout import Group, GroupKind, Namespace
+from emberkv_proto.types import BlockHash, Source, StageState, Tier
+from emberkv_proto.v1 import store_pb2
+from emberkv_proto.wire import HEADER, Method, pack_frame
+from tests.helpers.fake_daemon import FakeDaemon
+
+PART_BYTES = 1000
+NAMESPACE = Namespace(
+    model="m",
+    weights_id="w",
+    kv_dtype="float32",
+    layout_fingerprint="f",
+    block_tokens=16,
+    groups=(Group(GroupKind.FULL, 2, PART_BYTES),),
+)
+HASHES = [BlockHash(bytes([i]) * 32) for i in range(1, 9)]
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[FakeDaemon]:
+    with FakeDaemon(tmp_path / "d.sock") as daemon:
+        yield daemon
+
+
+@pytest.fixture
+def client(daemon: FakeDaemon) -> Iterator[SyncClient]:
+    with SyncClient(daemon.socket_path, NAMESPACE, timeout_seconds=0.5) as client:
+        yield client
+        client.check_integrity()
+    client.check_integrity()
+
+
+def store(client: SyncClient, hashes: list[BlockHash]) -> None:
+    with client.stage(hashes) as staged:
+        for i in staged.granted:
+            staged.view(i)[:] = hashes[i][:1] * PART_BYTES
+        staged.commit()
+        staged.check_integrity()
+
+
+def test_committed_blocks_are_leased_and_read_back_byte_identical(client: SyncClient) -> None:
+    store(client, HASHES)
+    with client.acquire(HASHES) as lease:
+        lease.check_integrity()
+        assert (lease.usable_blocks, lease.ready_blocks) == (8, 8)
+        assert lease.sources == [Source.DRAM] * 8
+        for i, block_hash in enumerate(HASHES):
+            assert bytes(lease.view(i)) == block_hash[:1] * PART_BYTES
+            assert lease.view(i).readonly
+            lease.verify(i)
+        assert lease.is_valid
+    assert not lease.is_valid
+
+
+def test_two_clients_share_bytes_and_see_only_what_is_committed(
+    daemon: FakeDaemon, client: SyncClient
+) -> None:
+    with SyncClient(daemon.socket_path, NAMESPACE) as other:
+        with client.stage(HASHES[:2]) as staged:
+            assert other.stage(HASHES[:1]).states == [StageState.IN_PROGRESS]
+            assert other.acquire(HASHES).usable_blocks == 0
+            for i in staged.granted:
+                staged.view(i)[:] = bytes(PART_BYTES)
+            assert staged.commit([0]) == 1
+            assert staged.granted == [1]
+        assert other.probe(HASHES).hit_blocks == 1
+        assert other.probe(HASHES).tiers[:2] == (frozenset({Tier.DRAM}), frozenset())
+        assert other.stage(HASHES[:1]).states == [StageState.PRESENT]
+    assert len(daemon.aborted) == 1
+
+
+def test_a_miss_is_an_empty_lease_that_needs_no_release(
+    daemon: FakeDaemon, client: SyncClient
+) -> None:
+    with client.acquire(HASHES) as lease:
+        assert (lease.usable_blocks, lease.ready_blocks, lease.sources) == (0, 0, [])
+        assert lease.wait(1, 0.2) == 0
+        with pytest.raises(UnknownLeaseError):
+            lease.view(0)
+    assert Method.RELEASE not in daemon.seen
+
+
+def test_second_release_is_refused_and_views_end_with_the_first(
+    daemon: FakeDaemon, client: SyncClient
+) -> None:
+    store(client, HASHES)
+    lease = client.acquire(HASHES)
+    lease.release()
+    with pytest.raises(UnknownLeaseError):
+        lease.release()
+    with pytest.raises(UnknownLeaseError):
+        lease.view(0)
+    assert len(daemon.released) == 1
+
+
+def test_wait_brings_blocks_one_after_the_other(daemon: FakeDaemon, client: SyncClient) -> None:
+    store(client, HASHES)
+    daemon.ready_at_once = 2
+    with client.acquire(HASHES) as lease:
+        assert lease.ready_blocks == 2
+        with pytest.raises(InvalidRequestError):
+            lease.view(2)
+        assert lease.wait(4, 1.0) == 4
+        assert lease.sources[1:5] == [Source.DRAM, Source.SSD, Source.SSD, Source.DRAM]
+        assert lease.wait(99, 1.0) == 8
+        assert lease.is_complete
+        assert bytes(lease.view(7)) == HASHES[7][:1] * PART_BYTES
+        lease.check_integrity()
+
+
+def test_wait_ends_at_its_deadline_when_nothing_comes(
+    daemon: FakeDaemon, client: SyncClient
+) -> None:
+    store(client, HASHES)
+    daemon.ready_at_once = 2
+    nothing = store_pb2.WaitResponse(usable_blocks=8, ready_blocks=2).SerializeToString()
+    daemon.faults[Method.WAIT] = lambda frame: _with_payload(frame, nothing)
+    with client.acquire(HASHES) as lease:
+        began = time.monotonic()
+        assert lease.wait(8, 0.2) == 2
+        assert 0.2 <= time.monotonic() - began < 1.0
+
+
+def test_a_lease_shrinks_when_a_block_cannot_be_brought(
+    daemon: FakeDaemon, client: SyncClient
+) -> None:
+    store(client, HASHES)
+    daemon.ready_at_once = 2
+    shrunk = store_pb2.WaitResponse(usable_blocks=1, ready_blocks=1).SerializeToString()
+    daemon.faults[Method.WAIT] = lambda frame: _with_payload(frame, shrunk)
+    with client.acquire(HASHES) as lease:
+        assert lease.wait(8, 1.0) == 1
+        assert lease.usable_blocks == 1
+        lease.check_integrity()
+
+
+def test_a_flipped_byte_is_found_by_verify(daemon: FakeDaemon, client: SyncClient) -> None:
+    store(client, HASHES)
+    daemon.flip_byte(HASHES[3])
+    with client.acquire(HASHES) as lease:
+        lease.verify(2)
+        with pytest.raises(CorruptionError, match="block 3"):
+            lease.verify(3)
+
+
+def test_leaving_a_stage_without_commit_aborts_it(daemon: FakeDaemon, client: SyncClient) -> None:
+    def fail_in_the_middle() -> None:
+        with client.stage(HASHES) as staged:
+            staged.view(0)[:1] = b"x"
+            raise RuntimeError("engine's own trouble")
+
+    with pytest.raises(RuntimeError):
+        fail_in_the_middle()
+    assert len(daemon.aborted) == 1
+    assert client.probe(HASHES).hit_blocks == 0
+
+
+def test_commit_after_abort_is_refused(client: SyncClient) -> None:
+    staged = client.stage(HASHES[:2])
+    staged.abort()
+    staged.abort()
+    assert staged.commit() == 0
+    with pytest.raises(UnknownStageError):
+        staged.view(0)
+    with pytest.raises(InvalidRequestError):
+        staged.commit([0])
+
+
+def test_committed_block_can_be_neither_written_nor_committed_again(client: SyncClient) -> None:
+    with client.stage(HASHES[:2]) as staged:
+        staged.commit([0])
+        with pytest.raises(InvalidRequestError):
+            staged.view(0)
+        with pytest.raises(InvalidRequestError):
+            staged.commit([0])
+        with pytest.raises(InvalidRequestError):
+            staged.commit([1, 1])
+        with pytest.raises(InvalidRequestError):
+            staged.commit([1], checksums=[])
+
+
+def test_full_pool_grants_a_part_and_says_so(daemon: FakeDaemon, client: SyncClient) -> None:
+    hashes = [BlockHash(i.to_bytes(32, "big")) for i in range(1, daemon.slots + 3)]
+    with client.stage(hashes) as staged:
+        assert staged.states.count(StageState.GRANTED) == daemon.slots
+        assert staged.states[-2:] == [StageState.NO_SPACE] * 2
+        with pytest.raises(InvalidRequestError):
+            staged.view(len(hashes) - 1)
+
+
+def test_absent_daemon_is_named_with_the_fix_and_does_not_stop_construction(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "none.sock"
+    with SyncClient(path, NAMESPACE) as client:
+        assert not client.is_connected
+        with pytest.raises(UnavailableError, match=r"none\.sock.*start the store daemon"):
+            client.connect()
+        with pytest.raises(UnavailableError, match="not connected"):
+            _ = client.node_id
+
+
+def test_socket_file_without_a_daemon_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "left.sock"
+    with FakeDaemon(path):
+        path.rename(tmp_path / "kept")
+        path.touch()
+    (tmp_path / "kept").rename(path)
+    with (
+        SyncClient(path, NAMESPACE) as client,
+        pytest.raises(UnavailableError, match=r"nobody listens at .*left\.sock"),
+    ):
+        client.connect()
+
+
+def test_too_long_socket_path_and_unknown_part_are_refused_at_once(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequestError, match="107"):
+        SyncClient(tmp_path / ("x" * 120), NAMESPACE)
+    with pytest.raises(InvalidRequestError, match="part 1"):
+        SyncClient(tmp_path / "s", NAMESPACE, part=1)
+
+
+def test_failed_attempts_are_held_back_without_blocking(tmp_path: Path) -> None:
+    with SyncClient(tmp_path / "none.sock", NAMESPACE) as client:
+        with pytest.raises(UnavailableError):
+            client.probe(HASHES)
+        began = time.monotonic()
+        for _ in range(200):
+            with pytest.raises(UnavailableError, match="next attempt in"):
+                client.probe(HASHES)
+        assert time.monotonic() - began < 0.4
+        assert client.counters.errors >= 201
+
+
+def test_lost_session_fails_the_call_in_flight_and_the_next_one_reconnects(
+    daemon: FakeDaemon, client: SyncClient
+) -> None:
+    store(client, HASHES)
+    lease = client.acquire(HASHES)
+    staged = client.stage([BlockHash(b"n" * 32)])
+    view = lease.view(0)
+    daemon.incarnation = 2
+    daemon.faults[Method.PROBE] = lambda frame: daemon.hang_up()
+    with pytest.raises(UnavailableError):
+        client.probe(HASHES)
+    daemon.faults.clear()
+    assert not client.is_connected
+    assert client.probe(HASHES).hit_blocks == 8
+    assert (client.incarnation, client.counters.reconnects) == (2, 1)
+    # What the old session lent is void, but its mapping lives as long as a view of it.
+    assert not lease.is_valid
+    with pytest.raises(StaleIncarnationError):
+        lease.view(0)
+    with pytest.raises(StaleIncarnationError):
+        lease.wait(99, 0.1) if lease.ready_blocks < 8 else lease.verify(0)
+    with pytest.raises(StaleIncarnationError):
+        staged.view(0)
+    with pytest.raises(StaleIncarnationError):
+        staged.commit()
+    assert bytes(view[:1]) == HASHES[0][:1]
+    lease.release()
+    staged.abort()
+    assert not daemon.released
+
+
+def test_silent_daemon_costs_the_timeout_and_closes_the_session(
+    daemon: FakeDaemon, client: SyncClient
+) -> None:
+    client.connect()
+    daemon.faults[Method.PROBE] = lambda frame: None
+    began = time.monotonic()
+    with pytest.raises(UnavailableError, match=r"did not answer PROBE within 0\.50 s"):
+        client.probe(HASHES)
+    assert 0.4 < time.monotonic() - began < 0.9
+    assert not client.is_connected
+
+
+def test_borrowed_slots_stay_held_until_a_slow_session_is_left(
+    daemon: FakeDaemon, client: SyncClient
+) -> None:
+    """The daemon was only slow: it must not free what this process may still copy."""
+    store(client, HASHES)
+    lease = client.acquire(HASHES)
+    session = lease._session
+    daemon.faults[Method.PROBE] = lambda frame: None
+    with pytest.raises(UnavailableError):
+        client.probe(HASHES)
+    assert session._sock.fileno() != -1
+    lease.release()
+    assert session._sock.fileno() == -1
+    session.check_integrity()
+
+
+def test_silent_daemon_at_the_handshake_costs_the_timeout(
+    daemon: FakeDaemon, client: SyncClient
+) -> None:
+    daemon.faults[Method.HELLO] = lambda frame: None
+    began = time.monotonic()
+    with pytest.raises(UnavailableError, match="did not answer within"):
+        client.connect()
+    assert time.monotonic() - began < 0.9
+    began = time.monotonic()
+    with pytest.raises(UnavailableError, match="next attempt"):
+        client.probe(HASHES)
+    assert time.monotonic() - began < 0.1
+
+
+def test_lease_expires_by_the_local_clock_without_heartbeats(
+    daemon: FakeDaemon, client: SyncClient
+) -> None:
+    daemon.lease_seconds, daemon.heartbeat_seconds = 0.3, 60.0
+    store(client, HASHES)
+    with client.acquire(HASHES) as lease:
+        assert lease.is_valid
+        time.sleep(0.35)
+        assert not lease.is_valid
+        with pytest.raises(LeaseExpiredError):
+            lease.view(0)
+        # A heartbeat that comes too late revives nothing.
+        client.heartbeat()
+        assert not lease.is_valid
+
+
+def test_background_heartbeats_keep_a_lease_alive(daemon: FakeDaemon, client: SyncClient) -> None:
+    daemon.lease_seconds, daemon.heartbeat_seconds = 0.6, 0.1
+    store(client, HASHES)
+    with client.acquire(HASHES) as lease:
+        time.sleep(1.2)
+        assert lease.is_valid
+        assert daemon.seen.count(Method.HEARTBEAT) >= 5
+
+
+def test_background_thread_reopens_a_lost_session(daemon: FakeDaemon, client: SyncClient) -> None:
+    client.connect()
+    daemon.hang_up()
+    deadline = time.monotonic() + 5
+    while client.counters.reconnects == 0 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert client.is_connected
+
+
+def test_close_ends_thread_session_and_later_calls(daemon: FakeDaemon) -> None:
+    client = SyncClient(daemon.socket_path, NAMESPACE)
+    store(client, HASHES)
+    lease = client.acquire(HASHES)
+    client.close()
+    client.close()
+    assert not any(thread.name == "emberkv-heartbeat" for thread in threading.enumerate())
+    assert not lease.is_valid
+    with pytest.raises(UnavailableError, match="closed"):
+        client.probe(HASHES)
+    client.check_integrity()
+
+
+def test_dropped_lease_is_reported(client: SyncClient) -> None:
+    store(client, HASHES)
+    lease = client.acquire(HASHES)
+    with pytest.warns(ResourceWarning, match="dropped, not released"):
+        del lease
+
+
+def test_what_the_daemon_refuses_comes_back_as_its_own_error(
+    daemon: FakeDaemon, client: SyncClient
+) -> None:
+    daemon.refuse[Method.STAGE] = DrainingError("node is draining")
+    with pytest.raises(DrainingError, match="node is draining"):
+        client.stage(HASHES)
+    assert client.is_connected, "a refusal is no lost session"
+    assert client.counters.errors == 1
+
+
+def test_refused_handshake_is_loud_in_connect_and_a_miss_in_calls(
+    daemon: FakeDaemon, client: SyncClient
+) -> None:
+    daemon.refuse[Method.HELLO] = AccessDeniedError("uid 7 is not allowed")
+    with pytest.raises(AccessDeniedError, match="uid 7"):
+        client.connect()
+    time.sleep(0.6)
+    with pytest.raises(UnavailableError, match="uid 7"):
+        client.probe(HASHES)
+
+
+@pytest.mark.parametrize(
+    ("change", "wanted"),
+    [
+        (lambda h: setattr(h, "namespace_id", bytes(16)), LayoutMismatchError),
+        (lambda h: setattr(h, "part_bytes", 999), LayoutMismatchError),
+        (lambda h: setattr(h, "namespace_id", b"short"), InvalidRequestError),
+        (lambda h: setattr(h, "pool_bytes", 1 << 40), UnavailableError),
+        (lambda h: setattr(h, "pool_bytes", 0), UnavailableError),
+        (lambda h: setattr(h, "heartbeat_seconds", 0.0), UnavailableError),
+        (lambda h: setattr(h, "lease_seconds", float("nan")), UnavailableError),
+    ],
+)
+def test_handshake_that_does_not_add_up_is_refused(
+    daemon: FakeDaemon, client: SyncClient, change: object, wanted: type[Exception]
+) -> None:
+    daemon.hello = change  # type: ignore[assignment]
+    with pytest.raises(wanted):
+        client.connect()
+    assert not client.is_connected
+
+
+def test_handshake_without_a_descriptor_is_refused(daemon: FakeDaemon, client: SyncClient) -> None:
+    daemon.send_descriptor = False
+    with pytest.raises(UnavailableError, match="descriptor"):
+        client.connect()
+
+
+def _with_payload(frame: bytes, payload: bytes) -> bytes:
+    _, method, status, request_id = HEADER.unpack(frame[: HEADER.size])
+    return HEADER.pack(len(payload), method, status, request_id) + payload
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        lambda frame: b"\xff" * 64,
+        lambda frame: frame + b"more",
+        lambda frame: pack_frame(Method.PROBE, 77, frame[HEADER.size :]),
+        lambda frame: HEADER.pack(0, 99, 0, 1),
+        lambda frame: HEADER.pack(1 << 30, Method.PROBE, 0, 1) + bytes(100),
+        lambda frame: _with_payload(frame, b"\xff\xff\xff"),
+    ],
+    ids=["noise", "too much", "other request", "unknown method", "oversize", "no message"],
+)
+def test_malformed_answer_ends_the_session_and_nothing_else(
+    daemon: FakeDaemon, client: SyncClient, fault: object
+) -> None:
+    client.connect()
+    daemon.faults[Method.PROBE] = fault  # type: ignore[assignment]
+    with pytest.raises(UnavailableError):
+        client.probe(HASHES)
+    assert not client.is_connected
+    daemon.faults.clear()
+    assert client.probe(HASHES).hit_blocks == 0
+
+
+def _grant(**changes: object) -> bytes:
+    fields: dict[str, object] = {
+        "lease_id": 9,
+        "expires_in_seconds": 10.0,
+        "usable_blocks": 1,
+        "ready_blocks": 1,
+        "offsets": bytes(8),
+        "checksums": bytes(8),
+        "sources": b"\x02",
+    }
+    return store_pb2.AcquireResponse(**{**fields, **changes}).SerializeToString()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        _grant(usable_blocks=9, sources=bytes([2] * 9)),
+        _grant(ready_blocks=2, offsets=bytes(16), checksums=bytes(16)),
+        _grant(offsets=bytes(7)),
+        _grant(checksums=b""),
+        _grant(sources=b""),
+        _grant(sources=b"\x63"),
+        _grant(offsets=struct.pack("<Q", 64 * 4096 - PART_BYTES + 1)),
+        _grant(offsets=struct.pack("<Q", 2**64 - 1)),
+    ],
+)
+def test_lease_that_does_not_add_up_ends_the_session(
+    daemon: FakeDaemon, client: SyncClient, payload: bytes
+) -> None:
+    daemon.faults[Method.ACQUIRE] = lambda frame: _with_payload(frame, payload)
+    with pytest.raises(UnavailableError):
+        client.acquire(HASHES)
+    assert not client.is_connected
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        store_pb2.StageResponse(stage_id=1, states=b"\0", offsets=bytes(8)),
+        store_pb2.StageResponse(stage_id=1, states=b"\0\x09", offsets=bytes(16)),
+        store_pb2.StageResponse(stage_id=0, states=b"\0\0", offsets=bytes(16)),
+        store_pb2.StageResponse(stage_id=1, states=b"\1\1", offsets=bytes(16)),
+        store_pb2.StageResponse(stage_id=1, states=b"\0\1", offsets=struct.pack("<QQ", 1 << 50, 0)),
+    ],
+)
+def test_stage_that_does_not_add_up_ends_the_session(
+    daemon: FakeDaemon, client: SyncClient, answer: store_pb2.StageResponse
+) -> None:
+    payload = answer.SerializeToString()
+    daemon.faults[Method.STAGE] = lambda frame: _with_payload(frame, payload)
+    with pytest.raises(UnavailableError):
+        client.stage(HASHES[:2])
+    assert not client.is_connected
+
+
+def test_callers_mistakes_are_refused_before_anything_is_sent(
+    daemon: FakeDaemon, client: SyncClient
+) -> None:
+    client.connect()
+    before = len([m for m in daemon.seen if m is not Method.HEARTBEAT])
+    with pytest.raises(InvalidRequestError, match="32 bytes"):
+        client.probe([BlockHash(b"short")])
+    with pytest.raises(InvalidRequestError, match="65537"):
+        client.probe([HASHES[0]] * 65537)
+    with pytest.raises(InvalidRequestError, match="seconds"):
+        client.acquire(HASHES, deadline_seconds=-1.0)
+    with pytest.raises(InvalidRequestError, match="seconds"):
+        client.prefetch(HASHES, float("inf"))
+    assert len([m for m in daemon.seen if m is not Method.HEARTBEAT]) == before
+
+
+def test_a_long_chain_travels_in_frames_larger_than_the_buffer(client: SyncClient) -> None:
+    chain = [BlockHash(i.to_bytes(32, "big")) for i in range(65536)]
+    assert len(client.probe(chain).tiers) == 65536
+
+
+def test_threads_share_a_client(client: SyncClient) -> None:
+    store(client, HASHES)
+    wrong: list[str] = []
+
+    def read() -> None:
+        for _ in range(30):
+            with client.acquire(HASHES) as lease:
+                if bytes(lease.view(5)[:4]) != HASHES[5][:4]:
+                    wrong.append("bytes")
+
+    threads = [threading.Thread(target=read) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert not wrong
+    assert client.counters.errors == 0
+
+
+def test_operator_asks_without_a_namespace(daemon: FakeDaemon) -> None:
+    with OperatorClient(daemon.socket_path) as operator:
+        assert operator.status().node_id == "fake"
+        assert operator.status().counters == {"hits": 2.0}
+        assert operator.check() == ["one"]
+        operator.drain()
+    assert daemon.seen[-1] is Method.DRAIN
+    with pytest.raises(UnavailableError):
+        OperatorClient(daemon.socket_path.with_name("other")).status()
+
+
+def test_prefetch_and_status_pass_through(client: SyncClient) -> None:
+    assert client.prefetch(HASHES, 1.0) == 8
+    assert client.status().state == "serving"
