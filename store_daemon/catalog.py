@@ -22,7 +22,8 @@ import numpy as np
 from emberkv_proto.events import BlocksRemoved, BlocksStored, Event, Keys
 from emberkv_proto.hashing import index_key, index_keys
 from emberkv_proto.layout import Namespace
-from emberkv_proto.types import BlockHash, Tier
+from emberkv_proto.types import BlockHash, NamespaceId, Tier
+from store_daemon.tiers.slots import SizeClass
 
 if TYPE_CHECKING:
     from store_daemon.tiers.slots import Slot
@@ -31,12 +32,35 @@ if TYPE_CHECKING:
 STORED_TIERS = (Tier.DRAM, Tier.SSD)
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class StoredNamespace:
+    """A namespace that blocks of this node belong to; one object for each id."""
+
+    id: NamespaceId
+    namespace: Namespace
+    size_classes: tuple[SizeClass, ...]
+    """Per part."""
+
+    @staticmethod
+    def of(namespace: Namespace) -> StoredNamespace:
+        namespace_id = namespace.id
+        classes = tuple(
+            SizeClass(namespace_id, part, namespace.part_bytes(part))
+            for part in range(namespace.parts)
+        )
+        return StoredNamespace(namespace_id, namespace, classes)
+
+    @property
+    def parts(self) -> int:
+        return len(self.size_classes)
+
+
 @dataclass(eq=False, slots=True)
 class Block:
     """One block and its places. Written by the catalog only, but for `access` and `is_verified`."""
 
     hash: BlockHash
-    namespace: Namespace
+    namespace: StoredNamespace
     parent: BlockHash | None
     slots: list[Slot | None]
     """Per part, its committed place in DRAM."""
@@ -92,7 +116,7 @@ class BlockCatalog:
         self.holes = 0
         """Blocks that came to DRAM while their parent was in no tier."""
 
-    def find(self, namespace: Namespace, block_hash: BlockHash) -> Block | None:
+    def find(self, namespace: StoredNamespace, block_hash: BlockHash) -> Block | None:
         """A block of this namespace; another namespace's is not visible."""
         block = self.blocks.get(block_hash)
         return block if block is not None and block.namespace is namespace else None
@@ -110,7 +134,7 @@ class BlockCatalog:
             and block.hash not in self._children
         )
 
-    def usable_prefix(self, namespace: Namespace, hashes: Sequence[BlockHash]) -> list[Block]:
+    def usable_prefix(self, namespace: StoredNamespace, hashes: Sequence[BlockHash]) -> list[Block]:
         """The leading blocks that are resident in DRAM or SSD. O(len(hashes))."""
         found: list[Block] = []
         get = self.blocks.get
@@ -128,7 +152,7 @@ class BlockCatalog:
     # ---- writing ----
 
     def begin_part(
-        self, namespace: Namespace, block_hash: BlockHash, parent: BlockHash | None, part: int
+        self, namespace: StoredNamespace, block_hash: BlockHash, parent: BlockHash | None, part: int
     ) -> Block:
         """Note that a part is being written; the block need not exist yet."""
         block = self.blocks.get(block_hash)
@@ -167,7 +191,7 @@ class BlockCatalog:
 
     def recover_part(
         self,
-        namespace: Namespace,
+        namespace: StoredNamespace,
         block_hash: BlockHash,
         parent: BlockHash | None,
         part: int,
@@ -184,8 +208,10 @@ class BlockCatalog:
         self._offer(block)
         return True
 
-    def recover_row(self, namespace: Namespace, row: SsdRow) -> bool:
-        """Take over a row of an earlier life. False if the part has one already."""
+    def recover_row(self, namespace: StoredNamespace, row: SsdRow) -> bool:
+        """Take over a row of an earlier life. False if it does not fit or the part has one."""
+        if not 0 <= row.part < namespace.parts:
+            return False
         block = self.blocks.get(row.block_hash)
         if block is None:
             block = self._create(namespace, row.block_hash, row.parent)
@@ -320,7 +346,7 @@ class BlockCatalog:
     # ---- inner steps ----
 
     def _create(
-        self, namespace: Namespace, block_hash: BlockHash, parent: BlockHash | None
+        self, namespace: StoredNamespace, block_hash: BlockHash, parent: BlockHash | None
     ) -> Block:
         parts = namespace.parts
         block = Block(block_hash, namespace, parent, [None] * parts, [None] * parts)

@@ -36,13 +36,13 @@ class EvictionQueue:
         self._clock += 1
         return self._clock
 
-    def offer(self, block: Block, namespace_id: NamespaceId) -> None:
+    def offer(self, block: Block) -> None:
         """Queue a block that has become a candidate."""
         assert not block.is_queued
         block.is_queued = True
         self._serial += 1
         entry = _Entry(block.access, self._serial, block)
-        heapq.heappush(self._heaps.setdefault(namespace_id, []), entry)
+        heapq.heappush(self._heaps.setdefault(block.namespace.id, []), entry)
 
     def oldest(
         self, namespace_id: NamespaceId, is_evictable: Callable[[Block], bool]

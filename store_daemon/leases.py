@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from typing import NewType
 
 from emberkv_proto.errors import LeaseExpiredError, UnknownLeaseError
-from emberkv_proto.layout import Namespace
 from emberkv_proto.types import BlockHash, Source
-from store_daemon.catalog import Block
+from store_daemon.catalog import Block, StoredNamespace
 
 LeaseId = NewType("LeaseId", int)
 SessionId = NewType("SessionId", int)
 PEERS = SessionId(0)
 """Holder of the leases that other daemons have."""
+REMEMBERED_EXPIRED = 4096
 
 
 @dataclass(eq=False, slots=True)
@@ -28,7 +28,7 @@ class Lease:
 
     id: LeaseId
     session: SessionId
-    namespace: Namespace
+    namespace: StoredNamespace
     hashes: Sequence[BlockHash]
     blocks: list[Block | None]
     """The usable blocks, pinned; None for one that a peer is still sending."""
@@ -48,12 +48,15 @@ class Lease:
 
     def advance(self) -> bool:
         """Count further leading blocks that can be read now; return whether there were any."""
-        before = self.ready
-        for block in self.blocks[before:]:
+        ready, blocks = self.ready, self.blocks
+        while ready < len(blocks):
+            block = blocks[ready]
             if block is None or not (block.in_dram and block.is_verified):
                 break
-            self.ready += 1
-        return self.ready > before
+            ready += 1
+        has_more = ready > self.ready
+        self.ready = ready
+        return has_more
 
     def shrink(self, usable: int) -> list[Block]:
         """Give up the blocks from `usable` on; return those to unpin. Never below `ready`."""
@@ -71,6 +74,8 @@ class LeaseTable:
         self._leases: dict[LeaseId, Lease] = {}
         self._by_session: dict[SessionId, dict[LeaseId, Lease]] = {}
         self._next_id = 0
+        self._expired: dict[LeaseId, SessionId] = {}
+        """The last leases that ran out, to tell "too late" from "never granted"."""
 
     def __len__(self) -> int:
         return len(self._leases)
@@ -81,7 +86,7 @@ class LeaseTable:
     def grant(
         self,
         session: SessionId,
-        namespace: Namespace,
+        namespace: StoredNamespace,
         hashes: Sequence[BlockHash],
         blocks: list[Block | None],
         sources: bytearray,
@@ -103,9 +108,7 @@ class LeaseTable:
             UnknownLeaseError: released before, never granted, or another session's.
             LeaseExpiredError: too late; its pins are held until `expire` returns it.
         """
-        lease = self._leases.get(lease_id)
-        if lease is None or lease.session != session:
-            raise UnknownLeaseError(f"lease {lease_id} is not held; look the blocks up again")
+        lease = self._find(session, lease_id)
         if now >= lease.expires_at:
             raise LeaseExpiredError(f"lease {lease_id} ended {now - lease.expires_at:.3f} s ago")
         return lease
@@ -117,10 +120,13 @@ class LeaseTable:
                 lease.expires_at = expires_at
 
     def end(self, session: SessionId, lease_id: LeaseId) -> Lease:
-        """End a lease, once. Raises UnknownLeaseError the second time or for another session."""
-        lease = self._leases.get(lease_id)
-        if lease is None or lease.session != session:
-            raise UnknownLeaseError(f"lease {lease_id} is not held; it can be released once")
+        """End a lease, once.
+
+        Raises:
+            UnknownLeaseError: ended before, never granted, or another session's.
+            LeaseExpiredError: `expire` has ended it.
+        """
+        lease = self._find(session, lease_id)
         del self._leases[lease_id]
         mine = self._by_session[session]
         del mine[lease_id]
@@ -136,7 +142,12 @@ class LeaseTable:
     def expire(self, now: float) -> list[Lease]:
         """End the leases that ran out. O(leases)."""
         late = [lease for lease in self._leases.values() if now >= lease.expires_at]
-        return [self.end(lease.session, lease.id) for lease in late]
+        for lease in late:
+            self.end(lease.session, lease.id)
+            self._expired[lease.id] = lease.session
+        while len(self._expired) > REMEMBERED_EXPIRED:
+            del self._expired[next(iter(self._expired))]
+        return late
 
     def check_integrity(self) -> None:
         """Assert that the two maps agree and each lease's counts are in order."""
@@ -149,6 +160,14 @@ class LeaseTable:
             for block in lease.blocks[: lease.ready]:
                 assert block is not None
                 assert all(block.slots), "a ready block has no slot"
+
+    def _find(self, session: SessionId, lease_id: LeaseId) -> Lease:
+        lease = self._leases.get(lease_id)
+        if lease is not None and lease.session == session:
+            return lease
+        if self._expired.get(lease_id) == session:
+            raise LeaseExpiredError(f"lease {lease_id} ran out; look the blocks up again")
+        raise UnknownLeaseError(f"lease {lease_id} is not held; look the blocks up again")
 
 
 def source_of(block: Block) -> Source:

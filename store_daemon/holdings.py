@@ -1,0 +1,171 @@
+"""The catalog and the pool kept in step: takes and frees slots, evicts, commits, tells the sink.
+
+Runs on the daemon's event loop; nothing here waits. Decisions are `catalog`'s and `eviction`'s.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+from emberkv_proto.types import Tier
+from store_daemon.catalog import Block, BlockCatalog, Freed, StoredNamespace
+from store_daemon.config import DramSection
+from store_daemon.eviction import EvictionQueue, choose_extent
+from store_daemon.ports import EventSink
+from store_daemon.tiers.pool import Pool
+from store_daemon.tiers.slots import SizeClass, Slot
+from store_daemon.tiers.ssd import SsdRow
+
+MAX_ROOM_STEPS = 64
+TRIM_BLOCKS = 256
+"""Most blocks one trim evicts before the loop may serve others."""
+
+
+class Holdings:
+    """What the node holds. `counters` are monotonic and named as they are exported."""
+
+    def __init__(self, config: DramSection, pool: Pool, sink: EventSink) -> None:
+        self.pool = pool
+        self.queue = EvictionQueue()
+        self.catalog = BlockCatalog(self.queue.offer)
+        self.counters: Counter[str] = Counter()
+        self.rows_to_forget: list[SsdRow] = []
+        """Rows of blocks that left SSD; the writeback thread drops them."""
+        self.on_resident: Callable[[Block], None] = lambda block: None
+        """Told of each block that has become resident in DRAM."""
+        self._config = config
+        self._sink = sink
+
+    # ---- room ----
+
+    def take(self, size_class: SizeClass) -> Slot | None:
+        """A slot marked STAGED, evicting what must go; None when all else is held or staged."""
+        slot = self.pool.take(size_class)
+        steps = 0
+        while slot is None and steps < MAX_ROOM_STEPS and self._make_room(size_class):
+            slot = self.pool.take(size_class)
+            steps += 1
+        return slot
+
+    def take_all(self, namespace: StoredNamespace) -> list[Slot] | None:
+        """A slot for each part of one block, or none at all."""
+        slots: list[Slot] = []
+        for size_class in namespace.size_classes:
+            slot = self.take(size_class)
+            if slot is None:
+                self.give_back(slots)
+                return None
+            slots.append(slot)
+        return slots
+
+    def give_back(self, slots: Iterable[Slot]) -> None:
+        """Free slots whose bytes nobody reads or writes any more."""
+        for slot in slots:
+            self.pool.give_back(slot)
+
+    @property
+    def is_over_watermark(self) -> bool:
+        return self.pool.slots.usage > self._config.high_watermark
+
+    def trim(self) -> bool:
+        """Evict down to the low watermark, a bounded number of blocks; return whether to go on."""
+        for _ in range(TRIM_BLOCKS):
+            if self.pool.slots.usage <= self._config.low_watermark:
+                return False
+            victim = self.queue.oldest_of_all(self.catalog.is_evictable)
+            if victim is None:
+                return False
+            self.evict(victim)
+        return True
+
+    def evict(self, block: Block) -> None:
+        """Free a victim's slots; with an SSD copy it stays resident there."""
+        self.counters["demoted_blocks" if block.in_ssd else "evicted_blocks"] += 1
+        self._let_go(self.catalog.drop_dram(block))
+
+    # ---- changes of one block ----
+
+    def commit_part(self, block: Block, part: int, slot: Slot, checksum: int) -> None:
+        """Publish a written part; tells `on_resident` when the block is complete by it."""
+        self.pool.commit(slot, block.hash, block.parent, checksum)
+        self.catalog.commit_part(block, part, slot)
+        if block.in_dram:
+            self.on_resident(block)
+
+    def abort_part(self, block: Block, part: int) -> None:
+        self.catalog.abort_part(block, part)
+
+    def land(self, block: Block, slots: list[Slot]) -> None:
+        """A block was read from SSD into `slots`, and its checksums hold."""
+        for slot, row in zip(slots, block.rows, strict=True):
+            assert row is not None
+            self.pool.commit(slot, block.hash, block.parent, row.checksum)
+        self.catalog.land(block, slots)
+        self.counters["promoted_blocks"] += 1
+
+    def lose_ssd(self, block: Block) -> None:
+        """The block's SSD copy cannot be read: forget it."""
+        self._let_go(self.catalog.drop_ssd(block))
+
+    def quarantine(self, block: Block) -> None:
+        """The block's DRAM bytes are wrong: unlink it everywhere; freed when nobody holds it."""
+        self.counters["corrupt_blocks"] += 1
+        self._let_go(self.catalog.doom(block))
+
+    def drop_rows(self, rows: Iterable[SsdRow]) -> None:
+        """The SSD tier has reclaimed these rows."""
+        for row in rows:
+            self._let_go(self.catalog.drop_row(row))
+
+    def drop_incomplete(self) -> None:
+        """Forget recovered blocks of which a part is missing."""
+        self._let_go(self.catalog.drop_incomplete())
+
+    def unpin(self, block: Block) -> None:
+        """End one pin; a doomed block's slots are freed with the last one."""
+        self.give_back(self.catalog.unpin(block))
+
+    def publish(self) -> None:
+        """Hand the recorded events to the sink, in order."""
+        for event in self.catalog.drain_events():
+            self._sink.emit(event)
+
+    def check_integrity(self) -> None:
+        self.catalog.check_integrity()
+        self.queue.check_integrity()
+        self.pool.check_integrity()
+
+    # ---- inner steps ----
+
+    def _let_go(self, freed: Freed) -> None:
+        self.give_back(freed.slots)
+        self.rows_to_forget += freed.rows
+
+    def _make_room(self, wanted: SizeClass) -> bool:
+        """One step towards a slot of the class: evict a block, or empty another class's extent.
+
+        The oldest block of all decides: when it is another namespace's, room moves over to us.
+        """
+        is_evictable = self.catalog.is_evictable
+        own = self.queue.oldest(wanted.namespace_id, is_evictable)
+        if (
+            own is not None
+            and own.slots[wanted.part] is not None
+            and own is self.queue.oldest_of_all(is_evictable)
+        ):
+            self.evict(own)
+            return True
+        extent = choose_extent(self.pool.slots.extents(), wanted, self.catalog)
+        if extent is not None:
+            self.counters["moved_extents"] += 1
+            for block in set(extent.occupants.values()):
+                self.evict(block)
+            return True
+        if own is not None:
+            self.evict(own)
+            return True
+        return False
+
+    def blocks_of(self, tier: Tier) -> int:
+        return self.catalog.ledgers[tier].blocks

@@ -1,0 +1,473 @@
+"""Lends blocks to sessions and peers: leases that fill from DRAM, SSD and other nodes.
+
+Runs on the daemon's event loop. `acquire` never waits; `wait` does, for a bounded time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+
+from emberkv_proto.errors import InvalidRequestError
+from emberkv_proto.types import AcquirePolicy, BlockHash, Source
+from store_daemon.catalog import Block, StoredNamespace
+from store_daemon.holdings import Holdings
+from store_daemon.leases import PEERS, Lease, LeaseId, LeaseTable, SessionId, source_of
+from store_daemon.ports import PeerGrant, PoolRange, Puller, PullTarget
+from store_daemon.promotion import Promoter
+from store_daemon.tiers.ssd import SsdTier
+
+log = logging.getLogger(__name__)
+LONGEST_FILL_SECONDS = 600.0
+DEFAULT_FILL_SECONDS = 60.0
+LONGEST_WAIT_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class LendingTimes:
+    """Seconds: a session's lease without heartbeat, and how long a peer's request may take."""
+
+    lease_seconds: float
+    peer_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class _PeerRanges:
+    """What a peer may read, sorted by offset; asked from transport threads."""
+
+    expires_at: float
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Awaited:
+    """Block number `number` of a lease is on its way."""
+
+    lease: Lease
+    number: int
+
+
+class Lender:
+    """Leases and what fills them.
+
+    A lease whose next block cannot be brought shrinks to what stands before it; bytes that are not
+    there are never promised for longer than the fill's deadline.
+    """
+
+    def __init__(
+        self,
+        holdings: Holdings,
+        ssd: SsdTier | None,
+        readers: Executor,
+        times: LendingTimes,
+        clock: Callable[[], float],
+    ) -> None:
+        self.leases = LeaseTable()
+        self.promoter = Promoter(holdings, ssd, readers, self._settled)
+        self.puller: Puller | None = None
+        self._holdings = holdings
+        self._times = times
+        self._clock = clock
+        self._interest: defaultdict[BlockHash, list[_Awaited]] = defaultdict(list)
+        """Who waits for a block to be moved or to come from a peer."""
+        self._timers: dict[LeaseId, asyncio.TimerHandle] = {}
+        self._waiters: dict[LeaseId, list[asyncio.Future[None]]] = {}
+        self._peer_ranges: dict[int, _PeerRanges] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    # ---- sessions ----
+
+    def acquire(
+        self,
+        session: SessionId,
+        namespace: StoredNamespace,
+        hashes: Sequence[BlockHash],
+        policy: AcquirePolicy,
+        deadline_seconds: float,
+        target: PullTarget,
+    ) -> Lease | None:
+        """Lease the usable prefix, and begin to bring what of it is not in DRAM; None: no hit."""
+        holdings = self._holdings
+        counters = holdings.counters
+        found = holdings.catalog.usable_prefix(namespace, hashes)
+        access = holdings.queue.next_access()
+        for block in found:
+            block.access = access
+        if policy is AcquirePolicy.BEST_EFFORT:
+            found = self._readable_now(found)
+        blocks: list[Block | None] = list(found)
+        missing = len(hashes) - len(blocks)
+        counters["missed_blocks"] += missing
+        is_pulling = (
+            bool(missing) and self.puller is not None and policy is not AcquirePolicy.BEST_EFFORT
+        )
+        if is_pulling:
+            blocks += [
+                self._resident(namespace, block_hash) for block_hash in hashes[len(blocks) :]
+            ]
+        if not blocks:
+            return None
+        sources = bytearray(
+            [Source.PEER if block is None else source_of(block) for block in blocks]
+        )
+        lease = self._grant(session, namespace, hashes, blocks, sources, self._times.lease_seconds)
+        counters["hit_blocks_dram"] += sources.count(Source.DRAM)
+        counters["hit_blocks_ssd"] += sources.count(Source.SSD)
+        if not lease.is_complete:
+            seconds = min(deadline_seconds or DEFAULT_FILL_SECONDS, LONGEST_FILL_SECONDS)
+            self._fill(lease, seconds)
+            if is_pulling and not lease.is_complete:
+                self._start(self._pull(lease, seconds, target))
+            holdings.publish()
+        if not lease.usable:
+            self.release(session, lease.id)
+            return None
+        return lease
+
+    async def wait(
+        self, session: SessionId, lease_id: LeaseId, from_block: int, timeout_seconds: float
+    ) -> Lease:
+        """Return the lease once more than `from_block` blocks are ready or it is complete.
+
+        Returns it unchanged after the timeout.
+
+        Raises:
+            LeaseExpiredError, UnknownLeaseError: now, or while waiting.
+            InvalidRequestError: from_block is beyond what was asked for.
+        """
+        lease = self.leases.check(session, lease_id, self._clock())
+        if from_block > len(lease.hashes):
+            raise InvalidRequestError(
+                f"from_block {from_block} is beyond the {len(lease.hashes)} blocks of the lease"
+            )
+        if lease.ready > from_block or lease.is_complete or timeout_seconds <= 0:
+            return lease
+        loop = asyncio.get_running_loop()
+        until = loop.time() + min(timeout_seconds, LONGEST_WAIT_SECONDS)
+        while not (lease.ready > from_block or lease.is_complete or lease.is_ended):
+            if loop.time() >= until:
+                break
+            await self._woken(lease, until)
+        return self.leases.check(session, lease_id, self._clock())
+
+    def release(self, session: SessionId, lease_id: LeaseId) -> None:
+        """End a lease, once. Raises UnknownLeaseError or LeaseExpiredError."""
+        self._close(self.leases.end(session, lease_id))
+
+    def end_session(self, session: SessionId) -> None:
+        for lease in self.leases.end_session(session):
+            self._close(lease)
+
+    def expire(self) -> None:
+        """End the leases that ran out; their waiters see the error."""
+        for lease in self.leases.expire(self._clock()):
+            self._holdings.counters["expired_leases"] += 1
+            self._close(lease)
+
+    def prefetch(
+        self,
+        namespace: StoredNamespace,
+        hashes: Sequence[BlockHash],
+        deadline_seconds: float,
+        target: PullTarget,
+    ) -> int:
+        """Begin to bring a chain into DRAM; return how many blocks will move from SSD or may come
+        from peers."""
+        found = self._holdings.catalog.usable_prefix(namespace, hashes)
+        scheduled = self._bring(found)
+        missing = hashes[len(found) :]
+        if missing and self.puller is not None:
+            parent = hashes[len(found) - 1] if found else None
+            seconds = min(deadline_seconds or DEFAULT_FILL_SECONDS, LONGEST_FILL_SECONDS)
+            self._start(self._pull_run(namespace, parent, missing, target, seconds))
+            scheduled += len(missing)
+        self._holdings.publish()
+        return scheduled
+
+    # ---- peers ----
+
+    async def peer_acquire(
+        self,
+        namespace: StoredNamespace,
+        hashes: Sequence[BlockHash],
+        lease_seconds: float,
+    ) -> PeerGrant:
+        """Lease to another daemon what is in DRAM, or comes there from SSD in time.
+
+        The blocks stay pinned for `peer_seconds` longer than the peer may begin to read them, so
+        that a read that began in time does not see its slot reused.
+        """
+        found = self._holdings.catalog.usable_prefix(namespace, hashes)
+        if not found:
+            return PeerGrant(0, 0, namespace.parts, (), ())
+        access = self._holdings.queue.next_access()
+        for block in found:
+            block.access = access
+        sources = bytearray([source_of(block) for block in found])
+        now = self._clock()
+        held = lease_seconds + self._times.peer_seconds
+        lease = self._grant(PEERS, namespace, hashes, list(found), sources, held)
+        if not lease.is_complete:
+            seconds = min(lease_seconds, self._times.peer_seconds) / 2
+            self._fill(lease, seconds)
+            self._holdings.publish()
+            try:
+                await self.wait(PEERS, lease.id, len(hashes), seconds)
+            except BaseException:
+                if not lease.is_ended:
+                    self.release(PEERS, lease.id)
+                raise
+            self._shrink(lease, lease.ready)
+        ready = [block for block in lease.blocks[: lease.ready] if block is not None]
+        slots = [slot for block in ready for slot in block.slots if slot is not None]
+        if not slots:
+            self.release(PEERS, lease.id)
+            return PeerGrant(0, 0, namespace.parts, (), ())
+        by_offset = sorted(slots, key=lambda slot: slot.offset)
+        self._peer_ranges[lease.id] = _PeerRanges(
+            now + lease_seconds,
+            tuple(slot.offset for slot in by_offset),
+            tuple(slot.payload_bytes for slot in by_offset),
+        )
+        self._holdings.counters["peer_granted_blocks"] += len(ready)
+        return PeerGrant(
+            lease.id,
+            len(ready),
+            namespace.parts,
+            tuple(PoolRange(slot.offset, slot.payload_bytes) for slot in slots),
+            tuple(slot.checksum for slot in slots),
+        )
+
+    def may_read(self, lease_id: int, offset: int, length: int) -> bool:
+        """From any thread: whether the range lies within one part of a live peer lease."""
+        ranges = self._peer_ranges.get(lease_id)
+        if ranges is None or self._clock() >= ranges.expires_at or length < 0:
+            return False
+        at = bisect_right(ranges.offsets, offset) - 1
+        return at >= 0 and offset + length <= ranges.offsets[at] + ranges.lengths[at]
+
+    # ---- the end ----
+
+    async def close(self) -> None:
+        """End every lease, stop pulling, and wait for the moves in flight."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for lease in list(self.leases):
+            self.release(lease.session, lease.id)
+        await self.promoter.settle()
+
+    def check_integrity(self) -> None:
+        """Assert that each fill in progress has a deadline, and nothing is kept for a dead one."""
+        self.leases.check_integrity()
+        live = {lease.id for lease in self.leases}
+        assert set(self._timers) <= live
+        assert set(self._waiters) <= live
+        assert set(self._peer_ranges) <= live
+        for lease in self.leases:
+            assert lease.is_complete or lease.id in self._timers, "a fill without a deadline"
+        for waiting in self._interest.values():
+            assert waiting
+            assert all(not awaited.lease.is_ended for awaited in waiting)
+
+    def block_arrived(self, block: Block) -> None:
+        """A block became readable in DRAM, by whatever way."""
+        if block.hash not in self._interest:
+            return
+        for awaited in self._interest.pop(block.hash):
+            lease, number = awaited.lease, awaited.number
+            if number >= lease.usable or lease.namespace is not block.namespace:
+                continue
+            if lease.blocks[number] is None:
+                self._holdings.catalog.pin(block)
+                lease.blocks[number] = block
+                self._holdings.counters["hit_blocks_peer"] += 1
+            self._advance(lease)
+
+    # ---- inner steps ----
+
+    def _readable_now(self, found: list[Block]) -> list[Block]:
+        """The leading blocks that can be read at once; the others only start moving."""
+        for number, block in enumerate(found):
+            if not (block.in_dram and block.is_verified):
+                for held in found[:number]:
+                    self._holdings.catalog.pin(held)  # not evicted to make room for the others
+                self._bring(found[number:])
+                for held in found[:number]:
+                    self._holdings.unpin(held)
+                self._holdings.publish()
+                return found[:number]
+        return found
+
+    def _bring(self, blocks: list[Block]) -> int:
+        started = 0
+        for block in blocks:
+            if not (block.in_dram and block.is_verified):
+                if not self.promoter.bring(block):
+                    break
+                started += 1
+        return started
+
+    def _resident(self, namespace: StoredNamespace, block_hash: BlockHash) -> Block | None:
+        block = self._holdings.catalog.find(namespace, block_hash)
+        return block if block is not None and (block.in_dram or block.in_ssd) else None
+
+    def _grant(
+        self,
+        session: SessionId,
+        namespace: StoredNamespace,
+        hashes: Sequence[BlockHash],
+        blocks: list[Block | None],
+        sources: bytearray,
+        seconds: float,
+    ) -> Lease:
+        for block in blocks:
+            if block is not None:
+                block.pins += 1  # catalog.pin, without a call for each block of a long prefix
+        lease = self.leases.grant(
+            session, namespace, hashes, blocks, sources, self._clock() + seconds
+        )
+        lease.advance()
+        return lease
+
+    def _fill(self, lease: Lease, seconds: float) -> None:
+        """Start to bring what is not readable yet, with a deadline for all of it."""
+        loop = asyncio.get_running_loop()
+        self._timers[lease.id] = loop.call_later(seconds, self._freeze, lease)
+        for number in range(lease.ready, lease.usable):
+            if lease.blocks[number] is None:
+                self._interest[lease.hashes[number]].append(_Awaited(lease, number))
+        self._move(lease, lease.ready)
+
+    def _move(self, lease: Lease, start: int) -> None:
+        """Move blocks from `start` up to the next that a peer must send. A block that cannot be
+        moved ends the prefix."""
+        for number in range(start, lease.usable):
+            block = lease.blocks[number]
+            if block is None:
+                break
+            if block.in_dram and block.is_verified:
+                continue
+            if not self.promoter.bring(block):
+                self._shrink(lease, number)
+                break
+            self._interest[block.hash].append(_Awaited(lease, number))
+
+    def _freeze(self, lease: Lease) -> None:
+        """The deadline passed: what is ready is all there will be."""
+        if not lease.is_ended:
+            self._shrink(lease, lease.ready)
+
+    def _settled(self, block: Block, is_readable: bool) -> None:
+        if is_readable:
+            self.block_arrived(block)
+            return
+        for awaited in self._interest.pop(block.hash, []):
+            if awaited.number < awaited.lease.usable:
+                self._shrink(awaited.lease, awaited.number)
+
+    def _advance(self, lease: Lease) -> None:
+        if lease.advance():
+            self._wake(lease)
+        if lease.is_complete:
+            self._stop_filling(lease)
+
+    def _shrink(self, lease: Lease, usable: int) -> None:
+        for block in lease.shrink(usable):
+            self._holdings.unpin(block)
+        if lease.is_complete:
+            self._stop_filling(lease)
+        self._wake(lease)
+
+    def _stop_filling(self, lease: Lease) -> None:
+        timer = self._timers.pop(lease.id, None)
+        if timer is not None:
+            timer.cancel()
+            self._lose_interest(lease)
+
+    def _lose_interest(self, lease: Lease) -> None:
+        for block_hash in lease.hashes if self._interest else ():
+            waiting = self._interest.pop(block_hash, [])
+            left = [awaited for awaited in waiting if awaited.lease is not lease]
+            if left:
+                self._interest[block_hash] = left
+
+    async def _woken(self, lease: Lease, until: float) -> None:
+        """Return when something changed about the lease, or at loop time `until`."""
+        loop = asyncio.get_running_loop()
+        woken: asyncio.Future[None] = loop.create_future()
+        timer = loop.call_at(until, _set, woken)
+        self._waiters.setdefault(lease.id, []).append(woken)
+        try:
+            await woken
+        finally:
+            timer.cancel()
+            others = self._waiters.get(lease.id, [])
+            if woken in others:
+                others.remove(woken)
+                if not others:
+                    del self._waiters[lease.id]
+
+    def _wake(self, lease: Lease) -> None:
+        for waiter in self._waiters.pop(lease.id, ()):
+            _set(waiter)
+
+    def _close(self, lease: Lease) -> None:
+        """What every way a lease can end does."""
+        self._peer_ranges.pop(lease.id, None)
+        self._stop_filling(lease)
+        for block in lease.blocks:
+            if block is not None:
+                self._holdings.unpin(block)
+        self._wake(lease)
+
+    async def _pull(self, lease: Lease, seconds: float, target: PullTarget) -> None:
+        """Bring the lease's missing runs from peers, one after the other."""
+        until = self._clock() + seconds
+        while not lease.is_ended and None in lease.blocks:
+            start = lease.blocks.index(None)
+            stop = start
+            while stop < lease.usable and lease.blocks[stop] is None:
+                stop += 1
+            parent = lease.hashes[start - 1] if start else None
+            run = lease.hashes[start:stop]
+            await self._pull_run(lease.namespace, parent, run, target, until - self._clock())
+            if not lease.is_ended and None in lease.blocks[start:stop]:
+                self._shrink(lease, lease.blocks.index(None))
+            elif not lease.is_ended:
+                self._move(lease, stop)
+            self._holdings.publish()
+
+    async def _pull_run(
+        self,
+        namespace: StoredNamespace,
+        parent: BlockHash | None,
+        run: Sequence[BlockHash],
+        target: PullTarget,
+        seconds: float,
+    ) -> None:
+        assert self.puller is not None
+        if seconds > 0:
+            await self.puller.pull(namespace.namespace, parent, run, target, seconds)
+
+    def _start(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self._holdings.counters["failed_pulls"] += 1
+            log.error("pull failed", exc_info=task.exception())
+
+
+def _set(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)

@@ -1,0 +1,136 @@
+"""Brings blocks within reach: SSD to DRAM, and a first checksum for what recovery found in DRAM.
+
+Each move holds a pin on its block, so that a lease that ends early cannot free slots a thread is
+writing. A move once begun always settles, on the loop, whatever became of those who asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from concurrent.futures import Executor
+
+from emberkv_proto.errors import CorruptionError
+from emberkv_proto.hashing import checksum
+from store_daemon.catalog import Block
+from store_daemon.holdings import Holdings
+from store_daemon.tiers.slots import Slot
+from store_daemon.tiers.ssd import SsdRow, SsdTier
+
+log = logging.getLogger(__name__)
+
+
+class Promoter:
+    """Moves in flight, one for a block at most.
+
+    Args:
+        on_settled: told, on the loop, of each block that was moved and whether it can be read now.
+    """
+
+    def __init__(
+        self,
+        holdings: Holdings,
+        ssd: SsdTier | None,
+        executor: Executor,
+        on_settled: Callable[[Block, bool], None],
+    ) -> None:
+        self._holdings = holdings
+        self._ssd = ssd
+        self._executor = executor
+        self._on_settled = on_settled
+        self._moving: dict[Block, asyncio.Future[None]] = {}
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._moving)
+
+    def bring(self, block: Block) -> bool:
+        """Begin to make the block readable in DRAM; False when that is not possible now."""
+        if block in self._moving:
+            return True
+        if block.is_doomed:
+            return False
+        if block.in_dram:
+            self._begin(block, [], self._verify, _slots_of(block))
+            return True
+        if not block.in_ssd or self._ssd is None:
+            return False
+        slots = self._holdings.take_all(block.namespace)
+        if slots is None:
+            self._holdings.counters["no_space_promotions"] += 1
+            return False
+        rows = [row for row in block.rows if row is not None]
+        self._begin(block, slots, self._read, slots, rows)
+        return True
+
+    async def settle(self) -> None:
+        """Wait for every move in flight. Bounded by the I/O of those."""
+        while self._moving:
+            await asyncio.wait(list(self._moving.values()))
+
+    def _begin(
+        self, block: Block, new_slots: list[Slot], job: Callable[..., None], *args: object
+    ) -> None:
+        self._holdings.catalog.pin(block)
+        future = asyncio.get_running_loop().run_in_executor(self._executor, job, *args)
+        self._moving[block] = future
+        future.add_done_callback(lambda done: self._finish(block, new_slots, done))
+
+    def _finish(self, block: Block, new_slots: list[Slot], done: asyncio.Future[None]) -> None:
+        del self._moving[block]
+        error = done.exception()
+        is_readable = False
+        if not new_slots:
+            is_readable = self._finish_verify(block, error)
+        elif error is None and self._can_land(block):
+            self._holdings.land(block, new_slots)
+            is_readable = True
+        else:
+            self._holdings.give_back(new_slots)
+            if error is not None:
+                self._lose(block, error)
+        self._on_settled(block, is_readable)
+        self._holdings.unpin(block)
+        self._holdings.publish()
+
+    def _can_land(self, block: Block) -> bool:
+        """Whether the block is still the one that was asked for, and its rows still stand."""
+        return block.in_ssd and not block.is_doomed and not any(block.slots) and not block.writers
+
+    def _finish_verify(self, block: Block, error: BaseException | None) -> bool:
+        if block.is_doomed:
+            return False
+        if error is None:
+            block.is_verified = True
+            return True
+        log.warning("recovered block dropped: hash=%s %s", block.hash.hex()[:16], error)
+        self._holdings.quarantine(block)
+        return False
+
+    def _lose(self, block: Block, error: BaseException) -> None:
+        if isinstance(error, CorruptionError):
+            self._holdings.counters["corrupt_blocks"] += 1
+        elif isinstance(error, OSError):
+            self._holdings.counters["ssd_read_errors"] += 1
+        else:
+            raise error
+        log.warning("ssd block dropped: hash=%s %s", block.hash.hex()[:16], error)
+        if block.in_ssd and not block.is_doomed:
+            self._holdings.lose_ssd(block)
+
+    def _read(self, slots: list[Slot], rows: list[SsdRow]) -> None:
+        assert self._ssd is not None
+        for slot, row in zip(slots, rows, strict=True):
+            with self._holdings.pool.slot_view(slot) as target:
+                self._ssd.read_into(row, target)
+
+    def _verify(self, slots: list[Slot]) -> None:
+        for slot in slots:
+            with self._holdings.pool.payload(slot) as payload:
+                if checksum(payload) != slot.checksum:
+                    raise CorruptionError(f"slot at {slot.offset}: checksum does not match")
+
+
+def _slots_of(block: Block) -> list[Slot]:
+    return [slot for slot in block.slots if slot is not None]

@@ -1,0 +1,673 @@
+"""The store: sessions stage, commit and read blocks; peers lease and send them.
+
+One event loop owns it. It acts on the plans of the pure cores (`catalog`, `eviction`, `leases`)
+through `holdings` (places), `lending` (reads), `promotion` and `writeback` (moves).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from emberkv_proto.errors import (
+    DrainingError,
+    InvalidRequestError,
+    LeaseExpiredError,
+    UnknownLeaseError,
+    UnknownNamespaceError,
+    UnknownStageError,
+)
+from emberkv_proto.events import Keys
+from emberkv_proto.layout import Namespace
+from emberkv_proto.types import (
+    AcquirePolicy,
+    BlockHash,
+    EngineInfo,
+    NamespaceId,
+    StageState,
+    Tier,
+    TierDigest,
+)
+from store_daemon.catalog import Block, StoredNamespace
+from store_daemon.config import DaemonSettings
+from store_daemon.holdings import Holdings
+from store_daemon.leases import PEERS as PEERS
+from store_daemon.leases import Lease, LeaseId, SessionId
+from store_daemon.lending import Lender, LendingTimes
+from store_daemon.local_index import LocalIndex
+from store_daemon.ports import EventSink, PeerGrant, PoolRange, Puller
+from store_daemon.tiers.pool import Pool
+from store_daemon.tiers.slots import SizeClass, Slot
+from store_daemon.tiers.ssd import SsdTier
+from store_daemon.writeback import WritebackQueue
+
+log = logging.getLogger(__name__)
+TICK_SECONDS = 0.1
+MAX_NAMESPACES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class StagedPart:
+    """One part that a session is writing."""
+
+    block: Block
+    slot: Slot
+
+
+@dataclass(eq=False, slots=True)
+class Session:
+    """An engine rank's (or an operator's) connection, and what it borrows."""
+
+    id: SessionId
+    client: str
+    namespace: StoredNamespace | None
+    part: int
+    engine: EngineInfo | None
+    stages: dict[int, dict[BlockHash, StagedPart]] = field(default_factory=dict)
+
+    @property
+    def own(self) -> StoredNamespace:
+        """The session's namespace. Raises InvalidRequestError in an operator's session."""
+        if self.namespace is None:
+            raise InvalidRequestError(
+                "an operator's session has no namespace; it may ask STATUS, CHECK and DRAIN only"
+            )
+        return self.namespace
+
+    @property
+    def part_bytes(self) -> int:
+        return self.own.size_classes[self.part].payload_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """Answer to a stage call, block by block. `stage_id` is 0 when nothing was granted."""
+
+    stage_id: int
+    states: bytes
+    offsets: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """Usable prefix, and per asked block a bit `1 << Tier` for each tier that holds it."""
+
+    hit_blocks: int
+    tiers: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class TierState:
+    tier: Tier
+    capacity_bytes: int
+    used_bytes: int
+    blocks: int
+    state: str
+
+
+class BlockStore:
+    """Implements `ports.Residency`, `ports.PeerStore` and `ports.PullTarget`.
+
+    Build it inside the running loop, `recover()`, then `start()`; `close()` ends it. The pool, the
+    SSD tier and the index stay the caller's to close afterwards.
+    """
+
+    def __init__(
+        self,
+        settings: DaemonSettings,
+        pool: Pool,
+        index: LocalIndex,
+        ssd: SsdTier | None,
+        sink: EventSink,
+        clock: Callable[[], float],
+    ) -> None:
+        self.holdings = Holdings(settings.dram, pool, sink)
+        self.holdings.on_resident = self._became_resident
+        self.sessions: dict[SessionId, Session] = {}
+        self.is_draining = False
+        self._settings = settings
+        self._index = index
+        self._ssd = ssd
+        self._clock = clock
+        self._readers = ThreadPoolExecutor(settings.ssd.io_threads, "ember-read")
+        self._writer = ThreadPoolExecutor(1, "ember-write")
+        times = LendingTimes(settings.daemon.lease_seconds, settings.daemon.peer_timeout_seconds)
+        self.lender = Lender(self.holdings, ssd, self._readers, times, clock)
+        self.writeback = (
+            WritebackQueue(self.holdings, ssd, settings.ssd.queue_blocks, self._writer)
+            if ssd is not None
+            else None
+        )
+        self._namespaces = {
+            namespace_id: StoredNamespace.of(namespace)
+            for namespace_id, namespace in index.namespaces().items()
+        }
+        self._last_session = 0
+        self._last_stage = 0
+        self._limbo: list[tuple[float, Slot]] = []
+        """Slots that a writer who was cut off may still write to, and until when they rest."""
+        self._tasks: list[asyncio.Task[None]] = []
+        self._is_trimming = False
+
+    # ---- life ----
+
+    def accepts(self, size_class: SizeClass) -> bool:
+        return knows(self._namespaces, size_class)
+
+    def recover(self) -> None:
+        """Take over what earlier lives left in the pool and on SSD; announces it as stored."""
+        holdings, catalog = self.holdings, self.holdings.catalog
+        for found in holdings.pool.found:
+            namespace = self._namespaces[found.namespace_id]
+            header = found.header
+            if not catalog.recover_part(
+                namespace, header.block_hash, header.parent, found.part, found.slot
+            ):
+                holdings.pool.give_back(found.slot)
+        holdings.pool.found.clear()
+        self._rest(holdings.pool.found_staged)
+        holdings.pool.found_staged.clear()
+        for row in self._ssd.recovered_rows() if self._ssd is not None else ():
+            known = self._namespaces.get(row.namespace_id)
+            if known is None or not catalog.recover_row(known, row):
+                holdings.rows_to_forget.append(row)
+        holdings.drop_incomplete()
+        holdings.counters["recovered_blocks_dram"] = holdings.blocks_of(Tier.DRAM)
+        holdings.counters["recovered_blocks_ssd"] = holdings.blocks_of(Tier.SSD)
+        holdings.publish()
+
+    def start(self) -> None:
+        """Begin writing back, expiring and verifying what was recovered."""
+        loop = asyncio.get_running_loop()
+        self._tasks = [
+            loop.create_task(self._tick(), name="tick"),
+            loop.create_task(self._verify_recovered(), name="verify"),
+        ]
+        if self.writeback is not None:
+            self._tasks.append(loop.create_task(self.writeback.run(), name="writeback"))
+            for block in list(self.holdings.catalog.resident(Tier.DRAM)):
+                self.writeback.offer(block)
+            self.writeback.wake()
+
+    def drain(self) -> None:
+        """Take no new sessions, stages or reads; finish what was begun."""
+        self.is_draining = True
+
+    async def close(self, flush_seconds: float) -> None:
+        """End leases and moves, write back what is queued within `flush_seconds`, stop threads."""
+        self.is_draining = True
+        for session in list(self.sessions.values()):
+            self.end_session(session)
+        await self.lender.close()
+        for task in self._tasks:
+            if task.get_name() != "writeback":
+                task.cancel()
+        if self.writeback is not None:
+            self.writeback.close()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=flush_seconds)
+        if self.writeback is not None:
+            self.writeback.abandon()
+        results = await asyncio.gather(*self._tasks, return_exceptions=True)
+        for result in results:
+            if isinstance(result, Exception):
+                log.error("a task of the store failed", exc_info=result)
+        await self.lender.promoter.settle()
+        for slots in self._limbo:
+            self.holdings.pool.give_back(slots[1])
+        self._limbo.clear()
+        self._readers.shutdown()
+        self._writer.shutdown()
+
+    def set_puller(self, puller: Puller | None) -> None:
+        """Peers to bring missing blocks from; None: there are none."""
+        self.lender.puller = puller
+
+    # ---- sessions ----
+
+    def open_session(
+        self, client: str, namespace: Namespace | None, part: int, engine: EngineInfo | None
+    ) -> Session:
+        """A session for one part of one namespace, or for an operator.
+
+        Raises:
+            DrainingError: no new sessions.
+            InvalidRequestError: the part does not exist or does not fit an extent.
+        """
+        own: StoredNamespace | None = None
+        if namespace is not None:
+            if self.is_draining:
+                raise DrainingError("the daemon is shutting down and takes no new sessions")
+            namespace.part_bytes(part)
+            own = self._enter_namespace(namespace)
+        self._last_session += 1
+        session = Session(SessionId(self._last_session), client, own, part, engine)
+        self.sessions[session.id] = session
+        return session
+
+    def end_session(self, session: Session) -> None:
+        """The client hung up: it neither reads nor writes any more. Frees all it borrowed."""
+        self.holdings.give_back(self._end(session))
+
+    def cut_session(self, session: Session) -> None:
+        """We hung up on a client that may still write: its staged slots rest for a while."""
+        self._rest(self._end(session))
+
+    def heartbeat(self, session: Session) -> None:
+        """Renew the session's leases."""
+        now = self._clock()
+        self.lender.leases.renew(session.id, now, now + self._settings.daemon.lease_seconds)
+
+    # ---- writing ----
+
+    def stage(
+        self, session: Session, hashes: Sequence[BlockHash], parent: BlockHash | None
+    ) -> Staged:
+        """Grant slots for the blocks of a chain run that are not there yet. O(len(hashes))."""
+        if self.is_draining:
+            raise DrainingError("the daemon is shutting down and takes no new blocks")
+        if parent is not None and parent in hashes:
+            raise InvalidRequestError("a block cannot be its own ancestor")
+        namespace, part = session.own, session.part
+        size_class = namespace.size_classes[part]
+        holdings = self.holdings
+        blocks, queue, part_bit = holdings.catalog.blocks, holdings.queue, 1 << part
+        access = queue.next_access()
+        granted: dict[BlockHash, StagedPart] = {}
+        states = bytearray(len(hashes))
+        offsets = [0] * len(hashes)
+        is_full = False
+        for number, block_hash in enumerate(hashes):
+            block = blocks.get(block_hash)
+            state = StageState.GRANTED
+            if block is not None:
+                state = _state_of(block, namespace, part, part_bit)
+            if state is StageState.GRANTED:
+                slot = None if is_full else holdings.take(size_class)
+                if slot is None:
+                    is_full = True
+                    state = StageState.NO_SPACE
+                else:
+                    block = holdings.catalog.begin_part(namespace, block_hash, parent, part)
+                    granted[block_hash] = StagedPart(block, slot)
+                    offsets[number] = slot.offset
+            if block is not None and state is not StageState.NO_SPACE:
+                block.access = access
+            states[number] = state
+            parent = block_hash
+        self._count_stage(states)
+        holdings.publish()
+        if not granted:
+            return Staged(0, bytes(states), offsets)
+        self._last_stage += 1
+        session.stages[self._last_stage] = granted
+        self._trim_soon()
+        return Staged(self._last_stage, bytes(states), offsets)
+
+    def commit(
+        self,
+        session: Session,
+        stage_id: int,
+        hashes: Sequence[BlockHash],
+        checksums: Sequence[int],
+    ) -> int:
+        """Publish written blocks of a stage; all or, if one was not granted, none.
+
+        Raises:
+            UnknownStageError: not this session's stage, or a block that is not staged in it.
+            InvalidRequestError: not one checksum for each hash, or a hash twice.
+        """
+        stage = self._stage(session, stage_id)
+        if len(hashes) != len(checksums) or len(set(hashes)) != len(hashes):
+            raise InvalidRequestError(
+                f"commit of {len(hashes)} hashes with {len(checksums)} checksums; wanted one for"
+                " each, and no hash twice"
+            )
+        for block_hash in hashes:
+            if block_hash not in stage:
+                raise UnknownStageError(
+                    f"block {block_hash.hex()[:16]} is not staged in stage {stage_id}"
+                )
+        commit_part, part = self.holdings.commit_part, session.part
+        for block_hash, checksum in zip(hashes, checksums, strict=True):
+            staged = stage.pop(block_hash)
+            commit_part(staged.block, part, staged.slot, checksum)
+        if not stage:
+            del session.stages[stage_id]
+        self.holdings.counters["committed_parts"] += len(hashes)
+        self.holdings.publish()
+        return len(hashes)
+
+    def abort(self, session: Session, stage_id: int) -> None:
+        """Give up what is still staged; the client writes no more. Raises UnknownStageError."""
+        stage = self._stage(session, stage_id)
+        del session.stages[stage_id]
+        self.holdings.give_back(self._unstage(session, stage))
+
+    # ---- reading ----
+
+    def probe(self, session: Session, hashes: Sequence[BlockHash]) -> Probed:
+        """What of the chain is here, without touching recency. O(len(hashes))."""
+        namespace, catalog = session.own, self.holdings.catalog
+        tiers = bytearray(len(hashes))
+        for number, block_hash in enumerate(hashes):
+            block = catalog.find(namespace, block_hash)
+            if block is not None:
+                tiers[number] = (block.in_dram << Tier.DRAM) | (block.in_ssd << Tier.SSD)
+        hit = tiers.find(0)
+        return Probed(len(hashes) if hit < 0 else hit, bytes(tiers))
+
+    def acquire(
+        self,
+        session: Session,
+        hashes: Sequence[BlockHash],
+        policy: AcquirePolicy,
+        deadline_seconds: float,
+    ) -> Lease | None:
+        """Lease the usable prefix; None when there is none. See `lending.Lender.acquire`."""
+        if self.is_draining:
+            raise DrainingError("the daemon is shutting down and lends no more")
+        return self.lender.acquire(session.id, session.own, hashes, policy, deadline_seconds, self)
+
+    async def wait(
+        self, session: Session, lease_id: LeaseId, from_block: int, timeout_seconds: float
+    ) -> Lease:
+        return await self.lender.wait(session.id, lease_id, from_block, timeout_seconds)
+
+    def release(self, session: Session, lease_ids: Iterable[int]) -> None:
+        """End leases. One that ran out counts as ended; an unknown one raises after the others."""
+        unknown: UnknownLeaseError | None = None
+        for lease_id in lease_ids:
+            try:
+                self.lender.release(session.id, LeaseId(lease_id))
+            except LeaseExpiredError:
+                continue
+            except UnknownLeaseError as error:
+                unknown = error
+        if unknown is not None:
+            raise unknown
+
+    def prefetch(
+        self, session: Session, hashes: Sequence[BlockHash], deadline_seconds: float
+    ) -> int:
+        if self.is_draining:
+            return 0
+        return self.lender.prefetch(session.own, hashes, deadline_seconds, self)
+
+    # ---- ports ----
+
+    def resident_keys(self, tier: Tier) -> Keys:
+        return self.holdings.catalog.resident_keys(tier)
+
+    def digests(self) -> tuple[TierDigest, ...]:
+        ledgers = self.holdings.catalog.ledgers
+        return tuple(
+            TierDigest(
+                state.tier,
+                state.blocks,
+                ledgers[state.tier].xor,
+                state.capacity_bytes,
+                state.used_bytes,
+            )
+            for state in self.tier_states()
+        )
+
+    async def peer_acquire(
+        self,
+        namespace_id: NamespaceId,
+        hashes: Sequence[BlockHash],
+        lease_seconds: float,
+        requester: str,
+    ) -> PeerGrant:
+        """Raises DrainingError, UnknownNamespaceError."""
+        if self.is_draining:
+            raise DrainingError("the daemon is shutting down and lends no more")
+        namespace = self._namespaces.get(namespace_id)
+        if namespace is None:
+            raise UnknownNamespaceError(f"namespace {namespace_id.hex()} is not known here")
+        grant = await self.lender.peer_acquire(namespace, hashes, lease_seconds)
+        log.debug("peer lease: to=%s blocks=%d", requester, grant.usable_blocks)
+        return grant
+
+    def peer_release(self, lease_id: int) -> None:
+        """End a peer's lease. Raises UnknownLeaseError; one that ran out counts as ended."""
+        try:
+            self.lender.release(PEERS, LeaseId(lease_id))
+        except LeaseExpiredError:
+            log.debug("peer lease %d was released after it ran out", lease_id)
+
+    def may_read(self, lease_id: int, offset: int, length: int) -> bool:
+        return self.lender.may_read(lease_id, offset, length)
+
+    def allot(
+        self, namespace: Namespace, parent: BlockHash | None, hashes: Sequence[BlockHash]
+    ) -> StagedRun:
+        """Stage the leading blocks that are nowhere here yet and for which there is room."""
+        own = self._enter_namespace(namespace)
+        run = StagedRun(self.holdings)
+        access = self.holdings.queue.next_access()
+        for block_hash in hashes:
+            if block_hash in self.holdings.catalog.blocks or self.is_draining:
+                break
+            slots = self.holdings.take_all(own)
+            if slots is None:
+                self.holdings.counters["no_space_pulls"] += 1
+                break
+            run.add(own, block_hash, parent, slots, access)
+            parent = block_hash
+        self.holdings.publish()
+        self._trim_soon()
+        return run
+
+    # ---- asking ----
+
+    def tier_states(self) -> tuple[TierState, ...]:
+        slots, ssd = self.holdings.pool.slots, self._ssd
+        return (
+            TierState(
+                Tier.DRAM,
+                slots.extent_count * slots.extent_bytes,
+                slots.used_bytes,
+                self.holdings.blocks_of(Tier.DRAM),
+                "ok",
+            ),
+            TierState(
+                Tier.SSD,
+                ssd.capacity_bytes if ssd is not None else 0,
+                ssd.used_bytes if ssd is not None else 0,
+                self.holdings.blocks_of(Tier.SSD),
+                ssd.state if ssd is not None else "off",
+            ),
+        )
+
+    @property
+    def staged_blocks(self) -> int:
+        return sum(len(s) for session in self.sessions.values() for s in session.stages.values())
+
+    def check_integrity(self) -> None:
+        """Assert every invariant of the store and its parts. O(blocks); for tests and operators."""
+        self.holdings.check_integrity()
+        self.lender.check_integrity()
+        if self.writeback is not None:
+            self.writeback.check_integrity()
+        for session in self.sessions.values():
+            for stage in session.stages.values():
+                assert stage, "an empty stage is kept"
+                for block_hash, staged in stage.items():
+                    assert staged.block.hash == block_hash
+                    assert staged.block.writers >> session.part & 1
+
+    def problems(self) -> list[str]:
+        """Every invariant that does not hold, as text; empty when all do."""
+        try:
+            self.check_integrity()
+        except AssertionError as error:
+            return [str(error) or "an invariant does not hold"]
+        return []
+
+    # ---- inner steps ----
+
+    def _enter_namespace(self, namespace: Namespace) -> StoredNamespace:
+        """The namespace as blocks refer to it; made durable before its first block."""
+        known = self._namespaces.get(namespace.id)
+        if known is not None:
+            return known
+        if len(self._namespaces) >= MAX_NAMESPACES:
+            raise InvalidRequestError(f"this node holds {MAX_NAMESPACES} namespaces already")
+        slots = self.holdings.pool.slots
+        if slots.extent_count < namespace.parts:
+            raise InvalidRequestError(
+                f"blocks of {namespace.parts} parts need as many extents, the pool has"
+                f" {slots.extent_count}; lower dram.extent_bytes or raise dram.capacity_bytes"
+            )
+        entered = StoredNamespace.of(namespace)
+        for size_class in entered.size_classes:
+            slots.check_fits(size_class)
+        self._index.put_namespace(namespace)
+        self._namespaces[entered.id] = entered
+        return entered
+
+    def _stage(self, session: Session, stage_id: int) -> dict[BlockHash, StagedPart]:
+        stage = session.stages.get(stage_id)
+        if stage is None:
+            raise UnknownStageError(
+                f"stage {stage_id} is not held by this session; it was committed, aborted or lost"
+            )
+        return stage
+
+    def _unstage(self, session: Session, stage: dict[BlockHash, StagedPart]) -> list[Slot]:
+        for staged in stage.values():
+            self.holdings.pool.unlink(staged.slot)
+            self.holdings.abort_part(staged.block, session.part)
+        self.holdings.publish()
+        return [staged.slot for staged in stage.values()]
+
+    def _end(self, session: Session) -> list[Slot]:
+        """What every way a session can end does; returns the slots it was writing."""
+        del self.sessions[session.id]
+        self.lender.end_session(session.id)
+        slots: list[Slot] = []
+        for stage in session.stages.values():
+            slots += self._unstage(session, stage)
+        session.stages.clear()
+        return slots
+
+    def _rest(self, slots: Iterable[Slot]) -> None:
+        until = self._clock() + self._settings.daemon.lease_seconds
+        for slot in slots:
+            self.holdings.pool.unlink(slot)
+            self._limbo.append((until, slot))
+
+    def _became_resident(self, block: Block) -> None:
+        self.lender.block_arrived(block)
+        if self.writeback is not None:
+            self.writeback.offer(block)
+
+    def _count_stage(self, states: bytearray) -> None:
+        counters = self.holdings.counters
+        for state in StageState:
+            count = states.count(state)
+            if count:
+                counters[f"staged_{state.name.lower()}"] += count
+
+    def _trim_soon(self) -> None:
+        if not self._is_trimming and self.holdings.is_over_watermark:
+            self._is_trimming = True
+            asyncio.get_running_loop().call_soon(self._trim)
+
+    def _trim(self) -> None:
+        self._is_trimming = self.holdings.trim()
+        self.holdings.publish()
+        if self.writeback is not None and self.holdings.rows_to_forget:
+            self.writeback.wake()
+        if self._is_trimming:
+            asyncio.get_running_loop().call_soon(self._trim)
+
+    def tick(self) -> None:
+        """Expire leases and wake resting slots. Called every TICK_SECONDS."""
+        now = self._clock()
+        self.lender.expire()
+        rested = [slot for until, slot in self._limbo if now >= until]
+        self._limbo = [entry for entry in self._limbo if now < entry[0]]
+        self.holdings.give_back(rested)
+        self.holdings.publish()
+        if self.writeback is not None and self.holdings.rows_to_forget:
+            self.writeback.wake()
+        self._trim_soon()
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_SECONDS)
+            self.tick()
+
+    async def _verify_recovered(self) -> None:
+        """Check recovered DRAM blocks one at a time, so that later reads need not wait for it."""
+        for block in list(self.holdings.catalog.resident(Tier.DRAM)):
+            if block.in_dram and not block.is_verified:
+                self.lender.promoter.bring(block)
+                await self.lender.promoter.settle()
+
+
+class StagedRun:
+    """Implements `ports.PullRoom` over staged slots."""
+
+    def __init__(self, holdings: Holdings) -> None:
+        self.ranges: list[list[PoolRange]] = []
+        self._holdings = holdings
+        self._blocks: list[Block] = []
+        self._slots: list[list[Slot] | None] = []
+        """Per block its slots; None once landed."""
+
+    def add(
+        self,
+        namespace: StoredNamespace,
+        block_hash: BlockHash,
+        parent: BlockHash | None,
+        slots: list[Slot],
+        access: int,
+    ) -> None:
+        for part in range(namespace.parts):
+            block = self._holdings.catalog.begin_part(namespace, block_hash, parent, part)
+        block.access = access
+        self._blocks.append(block)
+        self._slots.append(slots)
+        self.ranges.append([PoolRange(slot.offset, slot.payload_bytes) for slot in slots])
+
+    def land(self, block: int, checksums: Sequence[int]) -> None:
+        slots = self._slots[block]
+        if slots is None or len(checksums) != len(slots):
+            raise InvalidRequestError(f"block {block} of a pull landed twice or with wrong parts")
+        self._slots[block] = None
+        for part, (slot, checksum) in enumerate(zip(slots, checksums, strict=True)):
+            self._holdings.commit_part(self._blocks[block], part, slot, checksum)
+        self._holdings.counters["pulled_blocks"] += 1
+        self._holdings.publish()
+
+    def close(self) -> None:
+        for number, slots in enumerate(self._slots):
+            if slots is not None:
+                self._slots[number] = None
+                for part in range(len(slots)):
+                    self._holdings.abort_part(self._blocks[number], part)
+                self._holdings.give_back(slots)
+        self._holdings.publish()
+
+
+def knows(namespaces: dict[NamespaceId, StoredNamespace], size_class: SizeClass) -> bool:
+    """Whether a size class found in a pool file is one of a known namespace."""
+    namespace = namespaces.get(size_class.namespace_id)
+    return namespace is not None and size_class in namespace.size_classes
+
+
+def _state_of(block: Block, namespace: StoredNamespace, part: int, part_bit: int) -> StageState:
+    """What a stage of this part of an existing block gets."""
+    if block.namespace is not namespace:
+        return StageState.NO_SPACE  # a hash that only a forged chain can share
+    if block.slots[part] is not None or block.in_ssd:
+        return StageState.PRESENT
+    if block.writers & part_bit:
+        return StageState.IN_PROGRESS
+    return StageState.GRANTED

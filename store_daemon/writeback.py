@@ -1,0 +1,189 @@
+"""DRAM to SSD: a bounded queue and one thread that appends. A full queue skips and counts."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+
+from emberkv_proto.hashing import checksum
+from store_daemon.catalog import Block
+from store_daemon.holdings import Holdings
+from store_daemon.tiers.ssd import SsdFailure, SsdRecord, SsdRow, SsdTier
+
+log = logging.getLogger(__name__)
+BATCH_BLOCKS = 32
+BATCH_BYTES = 64 << 20
+
+
+@dataclass(slots=True)
+class _Written:
+    """What one trip to the writing thread did. `results` are those of the records, in order."""
+
+    corrupt: set[int] = field(default_factory=set)
+    results: list[SsdRow | SsdFailure] = field(default_factory=list)
+    reclaimed_before: list[SsdRow] = field(default_factory=list)
+    reclaimed_after: list[SsdRow] = field(default_factory=list)
+
+
+class WritebackQueue:
+    """Blocks waiting for their SSD copy, oldest first.
+
+    A block that is evicted while it waits is passed over. A batch in the thread pins its blocks.
+    """
+
+    def __init__(
+        self, holdings: Holdings, ssd: SsdTier, queue_blocks: int, executor: Executor
+    ) -> None:
+        self._holdings = holdings
+        self._ssd = ssd
+        self._limit = queue_blocks
+        self._executor = executor
+        self._waiting: deque[Block] = deque()
+        self._queued: set[Block] = set()
+        self._wake = asyncio.Event()
+        self._is_closing = False
+
+    def __len__(self) -> int:
+        return len(self._queued)
+
+    def offer(self, block: Block) -> None:
+        """Queue a block, unless it is on SSD or queued already."""
+        if block.in_ssd or block in self._queued:
+            return
+        if len(self._queued) >= self._limit:
+            self._holdings.counters["writeback_skipped_blocks"] += 1
+            return
+        self._queued.add(block)
+        self._waiting.append(block)
+        self._wake.set()
+
+    def wake(self) -> None:
+        """There are rows to forget."""
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Write until `close`; a batch once begun is always finished. Not to be cancelled."""
+        while not (self._is_closing and not self._waiting):
+            await self._wake.wait()
+            self._wake.clear()
+            while self._waiting or self._holdings.rows_to_forget:
+                await self._write_batch()
+
+    def close(self) -> None:
+        """Let `run` return once the queue is empty."""
+        self._is_closing = True
+        self._wake.set()
+
+    def abandon(self) -> None:
+        """Let `run` return after the batch in flight."""
+        self._holdings.counters["writeback_skipped_blocks"] += len(self._waiting)
+        self._queued.difference_update(self._waiting)
+        self._waiting.clear()
+        self.close()
+
+    def check_integrity(self) -> None:
+        assert set(self._waiting) <= self._queued
+        assert len(self._queued) <= self._limit
+
+    async def _write_batch(self) -> None:
+        blocks = self._next_blocks()
+        forget, self._holdings.rows_to_forget = self._holdings.rows_to_forget, []
+        records = [record for block in blocks for record in self._records(block)]
+        unverified = {i for i, record in enumerate(records) if not self._is_verified(record)}
+        loop = asyncio.get_running_loop()
+        try:
+            written = await loop.run_in_executor(
+                self._executor, self._write, records, unverified, forget
+            )
+        finally:
+            for record in records:
+                record.payload.release()
+        self._take_over(blocks, records, written)
+
+    def _next_blocks(self) -> list[Block]:
+        blocks: list[Block] = []
+        size = 0
+        while self._waiting and len(blocks) < BATCH_BLOCKS and size < BATCH_BYTES:
+            block = self._waiting.popleft()
+            if not block.in_dram or block.in_ssd or block.is_doomed:
+                self._queued.discard(block)
+                continue
+            self._holdings.catalog.pin(block)
+            size += sum(c.slot_bytes for c in block.namespace.size_classes)
+            blocks.append(block)
+        return blocks
+
+    def _records(self, block: Block) -> list[SsdRecord]:
+        return [
+            SsdRecord(
+                block.namespace.id,
+                block.hash,
+                part,
+                block.parent,
+                slot.payload_bytes,
+                slot.checksum,
+                self._holdings.pool.slot_view(slot),
+            )
+            for part, slot in enumerate(block.slots)
+            if slot is not None
+        ]
+
+    def _is_verified(self, record: SsdRecord) -> bool:
+        return self._holdings.catalog.blocks[record.block_hash].is_verified
+
+    def _write(
+        self, records: Sequence[SsdRecord], unverified: set[int], forget: list[SsdRow]
+    ) -> _Written:
+        """In the writing thread."""
+        written = _Written()
+        if forget:
+            self._ssd.forget(forget)
+        if not records:
+            return written
+        written.corrupt = {
+            i
+            for i in unverified
+            if checksum(records[i].payload[: records[i].length]) != records[i].checksum
+        }
+        written.reclaimed_before = self._ssd.reclaim()
+        good = [record for i, record in enumerate(records) if i not in written.corrupt]
+        written.results = self._ssd.append(good)
+        written.reclaimed_after = self._ssd.reclaim()
+        return written
+
+    def _take_over(self, blocks: list[Block], records: list[SsdRecord], written: _Written) -> None:
+        """Enter the rows in the catalog, in the order in which things happened on disk."""
+        holdings = self._holdings
+        holdings.drop_rows(written.reclaimed_before)
+        results = iter(written.results)
+        outcome = [
+            None if number in written.corrupt else next(results) for number in range(len(records))
+        ]
+        at = 0
+        for block in blocks:
+            mine = outcome[at : at + block.namespace.parts]
+            at += block.namespace.parts
+            self._settle(block, mine)
+        holdings.drop_rows(written.reclaimed_after)
+        for block in blocks:
+            self._queued.discard(block)
+            holdings.unpin(block)
+        holdings.publish()
+
+    def _settle(self, block: Block, outcome: Sequence[SsdRow | SsdFailure | None]) -> None:
+        rows = [result for result in outcome if isinstance(result, SsdRow)]
+        if any(result is None for result in outcome):
+            log.warning("recovered block dropped: hash=%s checksum", block.hash.hex()[:16])
+            if not block.is_doomed:
+                self._holdings.quarantine(block)
+        if len(rows) < len(outcome) or block.is_doomed or any(block.rows):
+            self._holdings.rows_to_forget += rows
+            self._holdings.counters["writeback_failed_blocks"] += 1
+            return
+        block.is_verified = True
+        self._holdings.catalog.add_rows(block, rows)
+        self._holdings.counters["writeback_blocks"] += 1
