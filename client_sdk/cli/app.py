@@ -1,0 +1,217 @@
+"""The commands of `emberkv`. Server packages are imported inside the commands that need them."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from emberkv_proto import __version__
+
+app = typer.Typer(
+    name="emberkv",
+    help="A KV-cache store for LLM inference: the cache keeps glowing after the engine goes out.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+config_app = typer.Typer(help="The configuration that the parts would run with.")
+app.add_typer(config_app, name="config", no_args_is_help=True)
+
+ConfigOption = Annotated[
+    Path | None, typer.Option("--config", "-c", help="YAML file with sections for all parts.")
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override one value. Repeatable."),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for a program to read.")]
+IndexOption = Annotated[
+    str, typer.Option("--index", help="host:port of the index; default: from the configuration.")
+]
+
+
+def invoke(arguments: list[str]) -> None:
+    """Run the command line. Ends with SystemExit (usage errors: 2); EmberError passes through."""
+    app(arguments, prog_name="emberkv")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"emberkv {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    _version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print and exit."),
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def up(config: ConfigOption = None, set_: SetOption = None) -> None:
+    """Start the cluster of a config on this machine: daemons, router and engines; until Ctrl-C."""
+    from client_sdk.cli.up import run_up
+
+    raise typer.Exit(run_up(Console(), config, tuple(set_ or ())))
+
+
+@app.command()
+def daemon(config: ConfigOption = None, set_: SetOption = None) -> None:
+    """Run the store daemon of a node."""
+    _become("store_daemon", ("grpc", "rocksdict", "uvloop"), config, set_)
+
+
+@app.command()
+def index(config: ConfigOption = None, set_: SetOption = None) -> None:
+    """Run the global index as a service of its own."""
+    _become("global_index", ("grpc", "numba"), config, set_)
+
+
+@app.command()
+def router(config: ConfigOption = None, set_: SetOption = None) -> None:
+    """Run the router."""
+    _become("router", ("grpc", "numba", "uvloop", "httptools"), config, set_)
+
+
+@app.command()
+def engine(config: ConfigOption = None, set_: SetOption = None) -> None:
+    """Run the reference engine (for demos and tests; it serves nobody)."""
+    _become("client_sdk.engine.torch_engine", ("torch", "aiohttp"), config, set_)
+
+
+@app.command()
+def demo(
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the result there as well.")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer requests.")] = False,
+    keep: Annotated[bool, typer.Option("--keep", help="Keep the logs.")] = False,
+    trace: Annotated[
+        Path | None, typer.Option("--trace", help="Mooncake trace; default: the excerpt.")
+    ] = None,
+    base_dir: Annotated[
+        Path | None, typer.Option("--base-dir", help="Where to make the run's directory.")
+    ] = None,
+) -> None:
+    """Kill engines and daemons under load and show that the cache survives, answer for answer."""
+    from client_sdk.cli.demo import DemoOptions, run_demo
+
+    raise typer.Exit(run_demo(Console(), DemoOptions(json_file, quick, keep, trace, base_dir)))
+
+
+@app.command()
+def status(
+    config: ConfigOption = None,
+    set_: SetOption = None,
+    index: IndexOption = "",
+    as_json: JsonOption = False,
+) -> None:
+    """Show nodes, tiers, blocks, hit rate, index lag and engines of a running cluster."""
+    from client_sdk.cli.status import print_status, read_status, status_json
+
+    address = index or _cluster_addresses(config, set_)[0]
+    nodes = asyncio.run(read_status(address))
+    if as_json:
+        _print_json(status_json(address, nodes))
+    else:
+        print_status(Console(), address, nodes)
+    if not nodes or any(node.problem for node in nodes):
+        raise typer.Exit(1)
+
+
+@app.command()
+def where(
+    prompt: Annotated[str, typer.Argument(help="The prompt's text.")] = "",
+    tokens: Annotated[
+        str, typer.Option("--tokens", help="Token ids instead: 1,2,3 or @file (JSON or commas).")
+    ] = "",
+    model: Annotated[str, typer.Option("--model", help="When several models are served.")] = "",
+    config: ConfigOption = None,
+    set_: SetOption = None,
+    index: IndexOption = "",
+    router: Annotated[str, typer.Option("--router", help="URL of the router.")] = "",
+    as_json: JsonOption = False,
+) -> None:
+    """Show which node holds how much of a prompt, in which tier, and why each hit ends."""
+    from client_sdk.cli.where import WhereQuery, print_where, read_tokens, run_where, where_json
+
+    index_address, router_url = _cluster_addresses(config, set_)
+    ids = tuple(read_tokens(tokens)) if tokens else None
+    query = WhereQuery(index or index_address, router or router_url, model, prompt, ids)
+    found = asyncio.run(run_where(query))
+    if as_json:
+        _print_json(where_json(found))
+    else:
+        print_where(Console(), found)
+
+
+@app.command()
+def doctor(
+    config: ConfigOption = None, set_: SetOption = None, as_json: JsonOption = False
+) -> None:
+    """Check this machine and a configuration; each finding comes with its fix."""
+    from client_sdk.cli.doctor import Verdict, examine, findings_json, print_findings
+
+    findings = examine(config, tuple(set_ or ()))
+    if as_json:
+        _print_json(findings_json(findings))
+    else:
+        print_findings(Console(), findings)
+    if any(finding.verdict is Verdict.FAIL for finding in findings):
+        raise typer.Exit(1)
+
+
+@config_app.command("show")
+def config_show(
+    config: ConfigOption = None,
+    set_: SetOption = None,
+    origin: Annotated[bool, typer.Option("--origin", help="Say where each value is from.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Print every value of every section, after file, environment and flags."""
+    from client_sdk.cli.config_show import config_json, print_config, show_config
+
+    shown = show_config(config, tuple(set_ or ()))
+    if as_json:
+        _print_json(config_json(shown))
+    else:
+        print_config(Console(), shown, with_origin=origin)
+
+
+def _cluster_addresses(config: Path | None, set_: list[str] | None) -> tuple[str, str]:
+    """(index address, router URL) of the cluster that `up` would start with this config."""
+    from client_sdk.cli.cluster_plan import LOOPBACK, ClusterSettings
+    from client_sdk.settings import load_settings
+
+    cluster = load_settings(ClusterSettings, config, tuple(set_ or ())).cluster
+    return f"{LOOPBACK}:{cluster.index_port}", f"http://{LOOPBACK}:{cluster.router_port}"
+
+
+def _become(
+    module: str, needs: tuple[str, ...], config: Path | None, set_: list[str] | None
+) -> None:
+    """Replace this process by the part's own; what it needs is looked for first."""
+    for name in needs:
+        if importlib.util.find_spec(name) is None:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+    arguments = ["--config", str(config)] if config else []
+    for override in set_ or ():
+        arguments += ["--set", override]
+    os.execv(sys.executable, [sys.executable, "-m", module, *arguments])  # noqa: S606
+
+
+def _print_json(value: Any) -> None:
+    typer.echo(json.dumps(value, indent=2))
