@@ -60,6 +60,7 @@ def load_with_origins(
     origins: Origins = {}
     if path is not None:
         for section, keys in _read_file(path).items():
+            values.setdefault(section, {})  # an unknown name is refused, even with nothing in it
             for key, value in keys.items():
                 _put(values, origins, section, key, value, f"file {path}")
     for section, key, value, origin in _from_environment(
