@@ -1,0 +1,110 @@
+"""Each check of `emberkv doctor`, with a machine that passes and one that does not."""
+
+from __future__ import annotations
+
+import resource
+import socket
+from pathlib import Path
+
+import pytest
+
+from client_sdk.cli import doctor
+from client_sdk.cli.doctor import EXTRAS, Verdict
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("release", "verdict"),
+    [("6.1.0-13-amd64", Verdict.OK), ("5.10.0", Verdict.OK), ("4.19.0", Verdict.FAIL)],
+)
+def test_an_old_kernel_fails(release: str, verdict: Verdict) -> None:
+    assert doctor.check_linux(release).verdict is verdict
+
+
+def test_a_missing_distribution_names_its_extra() -> None:
+    findings = list(doctor.check_extras(lambda name: None if name == "numba" else "1"))
+    warned = [f for f in findings if f.verdict is Verdict.WARN]
+    assert [f.check for f in warned] == ["extra router"]
+    assert "numba" in warned[0].seen
+    assert warned[0].fix == "pip install 'emberkv[router]'"
+
+
+def test_the_extras_name_what_pyproject_declares() -> None:
+    text = (Path(__file__).parents[3] / "pyproject.toml").read_text()
+    for extra, names in EXTRAS.items():
+        declared = text.partition(f"\n{extra} = [")[2].partition("]\n")[0]
+        assert all(name in declared for name in names), extra
+
+
+def test_block_hashes_are_equal_under_different_hash_seeds() -> None:
+    assert doctor.check_hashes().verdict is Verdict.OK
+
+
+def test_block_hashes_that_differ_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_HASH_PROGRAM", "print(hash('x'))")
+    assert doctor.check_hashes().verdict is Verdict.FAIL
+
+
+def test_too_little_space_fails_with_both_numbers(tmp_path: Path) -> None:
+    fits = doctor.check_free_space("dram space", tmp_path / "pool", MIB, "dram.capacity_bytes")
+    assert fits.verdict is Verdict.OK
+    asked = 1 << 60
+    finding = doctor.check_free_space("dram space", tmp_path / "pool", asked, "dram.capacity_bytes")
+    assert finding.verdict is Verdict.FAIL
+    assert f"{asked // MIB} MiB asked" in finding.seen
+    assert "dram.capacity_bytes" in finding.fix
+
+
+def test_a_small_memlock_limit_is_a_warning() -> None:
+    assert doctor.check_memlock(resource.RLIM_INFINITY, MIB).verdict is Verdict.OK
+    assert doctor.check_memlock(8 * MIB, MIB).verdict is Verdict.OK
+    assert doctor.check_memlock(MIB, 8 * MIB).verdict is Verdict.WARN
+
+
+def test_direct_io_is_tried_and_leaves_nothing(tmp_path: Path) -> None:
+    finding = doctor.check_direct_io(tmp_path / "ssd", wanted=True)
+    assert finding.verdict is Verdict.OK, finding.seen
+    assert list(tmp_path.iterdir()) == []
+    assert doctor.check_direct_io(tmp_path, wanted=False).verdict is Verdict.WARN
+
+
+def test_direct_io_on_a_file_system_that_refuses_fails() -> None:
+    assert doctor.check_direct_io(Path("/proc"), wanted=True).verdict is Verdict.FAIL
+
+
+def test_a_socket_path_over_the_kernels_limit_fails(tmp_path: Path) -> None:
+    assert doctor.check_socket_path(tmp_path / "d.sock").verdict is Verdict.OK
+    finding = doctor.check_socket_path(tmp_path / ("x" * 120))
+    assert finding.verdict is Verdict.FAIL
+    assert "107" in finding.fix
+
+
+def test_a_taken_port_is_a_warning_with_its_key() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        finding = doctor.check_port("router.port", port)
+    assert finding.verdict is Verdict.WARN
+    assert "router.port" in finding.fix
+    assert doctor.check_port("router.port", 0).verdict is Verdict.OK
+
+
+def test_pools_that_nobody_maps_are_listed(tmp_path: Path) -> None:
+    assert doctor.check_stale_pools(tmp_path, lambda _: False).verdict is Verdict.OK
+    (tmp_path / "emberkv-1-a").write_bytes(b"x")
+    (tmp_path / "emberkv-1-b").write_bytes(b"x")
+    finding = doctor.check_stale_pools(tmp_path, lambda pool: pool.name.endswith("a"))
+    assert finding.verdict is Verdict.WARN
+    assert "emberkv-1-b" in finding.fix
+    assert "emberkv-1-a" not in finding.fix
+
+
+def test_a_config_that_cannot_be_read_is_a_finding_not_a_crash(tmp_path: Path) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text("enigne: {}")
+    findings = doctor.examine(path, ())
+    config = [finding for finding in findings if finding.check == "config"]
+    assert config[0].verdict is Verdict.FAIL
+    assert "did you mean 'engine'" in config[0].seen
