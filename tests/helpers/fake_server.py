@@ -1,0 +1,47 @@
+"""A server as the cluster launcher sees one: writes its endpoint file, then waits for SIGTERM.
+
+`python -m tests.helpers.fake_server MODE [--set k=v ...]`; MODE is serve, stubborn (ignores
+SIGTERM), silent (never writes the file) or broken (says why and exits).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+
+def endpoint_file(arguments: list[str]) -> Path:
+    """Where a server of the derived arguments would write: its last word counts."""
+    found = Path("unset")
+    for argument in arguments:
+        key, _, value = argument.partition("=")
+        if key == "daemon.data_dir":
+            found = Path(value) / "endpoints.json"
+        elif key in ("router.endpoint_file", "engine.endpoint_file"):
+            found = Path(value)
+        elif key == "dram.path":
+            Path(value).write_bytes(b"pool")
+    return found
+
+
+def main() -> None:
+    mode, arguments = sys.argv[1], sys.argv[2:]
+    if mode == "broken":
+        print("fake: the drive is on fire", flush=True)
+        sys.exit(3)
+    if mode == "stubborn":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    path = endpoint_file(arguments)
+    if mode != "silent":
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(json.dumps({"pid": os.getpid(), "url": "http://nowhere"}))
+        temporary.replace(path)
+    while True:
+        signal.pause()
+
+
+if __name__ == "__main__":
+    main()
