@@ -16,7 +16,7 @@ from google.protobuf.message import Message
 
 from client_sdk.attached_pool import AttachedPool
 from client_sdk.borrowed import LeasedBlocks, StagedBlocks, pack_hashes
-from client_sdk.connection import ClientCounters
+from client_sdk.connection import IDLE_BEAT_SECONDS, ClientCounters
 from client_sdk.session import (
     Backoff,
     Endpoint,
@@ -32,7 +32,6 @@ from client_sdk.session import (
 )
 from client_sdk.status import NodeStatus, status_from_wire
 from client_sdk.sync_client import (
-    IDLE_BEAT_SECONDS,
     TIER_SETS,
     WAIT_SLICE_SECONDS,
     ProbeResult,
@@ -106,9 +105,10 @@ class _Link(asyncio.Protocol):
                 self.transport.abort()
 
     def _take(self, answer: _Answer) -> None:
-        asked = self.pending.pop(answer.header.request_id, None)
+        asked = self.pending.get(answer.header.request_id)
         if asked is None or asked.method is not answer.header.method:
             raise SessionLostError(f"an answer to {answer.header.method.name} that nobody asked")
+        del self.pending[answer.header.request_id]
         if not asked.future.done():
             asked.future.set_result(answer)
         elif answer.header.status == 0:
@@ -556,6 +556,7 @@ class AsyncClient:
             if session is not None:
                 return session
             try:
+                self._require_open()
                 wait_seconds = self._backoff.wait_seconds(time.monotonic())
                 if wait_seconds > 0:
                     raise UnavailableError(
@@ -572,8 +573,7 @@ class AsyncClient:
 
     async def _open(self) -> AsyncSession:
         self._keep_beating()
-        if self._is_closed:
-            raise UnavailableError("this client is closed")
+        self._require_open()
         if self._session is not None:
             self._session.retire()
         began = time.monotonic()
@@ -591,6 +591,10 @@ class AsyncClient:
         self.counters.reconnects += self._has_connected
         self._has_connected = True
         return session
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise UnavailableError("this client is closed")
 
     def _live(self) -> AsyncSession | None:
         session = self._session

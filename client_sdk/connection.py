@@ -26,6 +26,8 @@ from emberkv_proto.v1 import common_pb2, store_pb2
 from emberkv_proto.wire import Method
 
 B = TypeVar("B")
+IDLE_BEAT_SECONDS = 0.25
+"""How soon the background notices that a session was opened, or may be."""
 
 
 @dataclass(slots=True)
@@ -149,10 +151,22 @@ class Connection:
             deadline = time.monotonic() + self._timeout_seconds
             self._beat(self._ready(deadline), deadline)
 
+    @property
+    def seconds_to_beat(self) -> float:
+        """How long the background may sleep: until a heartbeat is due, or may be tried."""
+        now, session = time.monotonic(), self.session
+        if session is None:
+            return max(self._backoff.wait_seconds(now), IDLE_BEAT_SECONDS)
+        return max(self._renewed_at + session.terms.heartbeat_seconds - now, 0.0)
+
     def keep_alive(self) -> None:
-        """As `heartbeat`, from the background: does nothing while an attempt is held back."""
+        """As `heartbeat`, unless none is due or the attempt is held back."""
         with self._lock:
-            if self.session or not self._backoff.wait_seconds(time.monotonic()):
+            if self.session is None:
+                is_due = not self._backoff.wait_seconds(time.monotonic())
+            else:
+                is_due = self.seconds_to_beat <= 0
+            if is_due:
                 self.heartbeat()
 
     def close(self) -> None:
@@ -175,6 +189,7 @@ class Connection:
             return session
         self.counters.calls += 1
         try:
+            self._require_open()
             wait_seconds = self._backoff.wait_seconds(time.monotonic())
             if wait_seconds > 0:
                 raise UnavailableError(
@@ -190,8 +205,7 @@ class Connection:
             raise UnavailableError(str(error)) from error
 
     def _open(self, deadline: float) -> Session:
-        if self._is_closed:
-            raise UnavailableError("this client is closed")
+        self._require_open()
         began = time.monotonic()
         try:
             session = open_session(self.endpoint, max(deadline - began, 1e-3))
@@ -205,6 +219,10 @@ class Connection:
         self.counters.reconnects += self._has_connected
         self._has_connected = True
         return session
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise UnavailableError("this client is closed")
 
     def _ask(
         self, session: Session, method: Method, request: Message, answer: type[M], deadline: float

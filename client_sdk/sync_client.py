@@ -39,8 +39,6 @@ from emberkv_proto.wire import Method
 WAIT_SLICE_SECONDS = 0.05
 """A wait is cut into slices, so that other threads' calls and heartbeats come in between."""
 MAX_WAIT_SECONDS = 3600.0
-IDLE_BEAT_SECONDS = 0.25
-"""How soon the background notices a session that opened meanwhile, or may open one."""
 TIER_SETS = tuple(frozenset(tier for tier in Tier if bits >> tier & 1) for bits in range(256))
 
 
@@ -374,13 +372,9 @@ class SyncClient:
             self._beater.start()
 
     def _beat_until_closed(self) -> None:
-        while not self._closing.wait(self._beat_seconds()):
+        while not self._closing.wait(self._connection.seconds_to_beat):
             with contextlib.suppress(EmberError):  # counted already; the next beat tries again
                 self._connection.keep_alive()
-
-    def _beat_seconds(self) -> float:
-        session = self._connection.session
-        return session.terms.heartbeat_seconds if session else IDLE_BEAT_SECONDS
 
 
 class OperatorClient:

@@ -1,0 +1,200 @@
+"""The asyncio client: what differs from the blocking one, and that the rest does not."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from client_sdk import AsyncClient
+from emberkv_proto.errors import (
+    AccessDeniedError,
+    InvalidRequestError,
+    StaleIncarnationError,
+    UnavailableError,
+    UnknownLeaseError,
+)
+from emberkv_proto.layout import Group, GroupKind, Namespace
+from emberkv_proto.types import BlockHash, Source, StageState
+from emberkv_proto.wire import HEADER, Method
+from tests.helpers.fake_daemon import FakeDaemon
+
+PART_BYTES = 1000
+NAMESPACE = Namespace(
+    model="m",
+    weights_id="w",
+    kv_dtype="float32",
+    layout_fingerprint="f",
+    block_tokens=16,
+    groups=(Group(GroupKind.FULL, 2, PART_BYTES),),
+)
+HASHES = [BlockHash(bytes([i]) * 32) for i in range(1, 9)]
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[FakeDaemon]:
+    with FakeDaemon(tmp_path / "d.sock") as daemon:
+        yield daemon
+
+
+@pytest.fixture
+async def client(daemon: FakeDaemon) -> AsyncIterator[AsyncClient]:
+    async with AsyncClient(daemon.socket_path, NAMESPACE, timeout_seconds=0.5) as client:
+        yield client
+        client.check_integrity()
+    client.check_integrity()
+
+
+async def store(client: AsyncClient, hashes: list[BlockHash]) -> None:
+    async with await client.stage(hashes) as staged:
+        for i in staged.granted:
+            staged.view(i)[:] = hashes[i][:1] * PART_BYTES
+        await staged.commit()
+        staged.check_integrity()
+
+
+async def test_committed_blocks_are_leased_and_read_back(
+    daemon: FakeDaemon, client: AsyncClient
+) -> None:
+    await store(client, HASHES)
+    daemon.ready_at_once = 3
+    async with await client.acquire(HASHES) as lease:
+        assert await lease.wait(99, 1.0) == 8
+        assert lease.sources[2:4] == [Source.DRAM, Source.SSD]
+        for i, block_hash in enumerate(HASHES):
+            assert bytes(lease.view(i)) == block_hash[:1] * PART_BYTES
+            lease.verify(i)
+    assert len(daemon.released) == 1
+    with pytest.raises(UnknownLeaseError):
+        await lease.release()
+
+
+async def test_calls_run_at_once_on_one_session(daemon: FakeDaemon, client: AsyncClient) -> None:
+    await store(client, HASHES[:4])
+    results = await asyncio.gather(*(client.probe(HASHES) for _ in range(50)))
+    assert {result.hit_blocks for result in results} == {4}
+    assert daemon.seen.count(Method.HELLO) == 1
+
+
+async def test_leaving_a_stage_without_commit_aborts_it(
+    daemon: FakeDaemon, client: AsyncClient
+) -> None:
+    async with await client.stage(HASHES) as staged:
+        assert staged.states == [StageState.GRANTED] * 8
+        await staged.commit([0])
+    assert len(daemon.aborted) == 1
+    assert (await client.probe(HASHES)).hit_blocks == 1
+
+
+async def test_cancelled_acquire_and_stage_leave_nothing_granted(
+    daemon: FakeDaemon, client: AsyncClient
+) -> None:
+    await store(client, HASHES[:4])
+
+    def late(frame: bytes) -> bytes:
+        time.sleep(0.15)
+        return frame
+
+    daemon.faults = {Method.ACQUIRE: late, Method.STAGE: late}
+    for call in (client.acquire(HASHES), client.stage(HASHES)):
+        task = asyncio.ensure_future(call)
+        await asyncio.sleep(0.05)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    await client.heartbeat()  # answers come in order: the late ones are in,
+    await client.heartbeat()  # and what was given back for them has been served
+    assert (len(daemon.released), len(daemon.aborted)) == (1, 1)
+    assert client.is_connected, "a cancelled call costs no session"
+    assert (await client.probe(HASHES)).hit_blocks == 4
+
+
+async def test_lost_session_fails_all_calls_in_flight_and_the_next_reconnects(
+    daemon: FakeDaemon, client: AsyncClient
+) -> None:
+    await store(client, HASHES)
+    lease = await client.acquire(HASHES)
+    daemon.incarnation = 2
+    daemon.faults[Method.PROBE] = lambda frame: daemon.hang_up()
+    results = await asyncio.gather(
+        *(client.probe(HASHES) for _ in range(5)), return_exceptions=True
+    )
+    assert all(isinstance(result, UnavailableError) for result in results)
+    daemon.faults.clear()
+    assert (await client.probe(HASHES)).hit_blocks == 8
+    assert (client.incarnation, client.node_id, client.counters.reconnects) == (2, "fake", 1)
+    with pytest.raises(StaleIncarnationError):
+        lease.view(0)
+    await lease.release()
+    assert not daemon.released
+
+
+async def test_silent_daemon_costs_the_timeout(daemon: FakeDaemon, client: AsyncClient) -> None:
+    await client.connect()
+    daemon.faults[Method.PROBE] = lambda frame: None
+    began = time.monotonic()
+    with pytest.raises(UnavailableError, match="did not answer PROBE"):
+        await client.probe(HASHES)
+    assert 0.4 < time.monotonic() - began < 0.9
+    assert not client.is_connected
+
+
+async def test_absent_and_silent_daemons_are_named_and_held_back(
+    daemon: FakeDaemon, tmp_path: Path
+) -> None:
+    async with AsyncClient(tmp_path / "none", NAMESPACE, timeout_seconds=0.3) as client:
+        with pytest.raises(UnavailableError, match="start the store daemon"):
+            await client.connect()
+        with pytest.raises(UnavailableError, match="next attempt in"):
+            await client.probe(HASHES)
+    daemon.faults[Method.HELLO] = lambda frame: None
+    async with AsyncClient(daemon.socket_path, NAMESPACE, timeout_seconds=0.3) as client:
+        began = time.monotonic()
+        with pytest.raises(UnavailableError, match="did not answer within"):
+            await client.connect()
+        assert time.monotonic() - began < 0.8
+    with pytest.raises(UnavailableError, match="closed"):
+        await client.probe(HASHES)
+    with pytest.raises(InvalidRequestError):
+        AsyncClient(tmp_path / ("x" * 120), NAMESPACE)
+
+
+async def test_refused_handshake_is_loud_in_connect(
+    daemon: FakeDaemon, client: AsyncClient
+) -> None:
+    daemon.refuse[Method.HELLO] = AccessDeniedError("uid 7 is not allowed")
+    with pytest.raises(AccessDeniedError, match="uid 7"):
+        await client.connect()
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        lambda frame: b"\xff" * 64,
+        lambda frame: HEADER.pack(0, Method.STAGE, 0, 1),
+        lambda frame: HEADER.pack(3, *HEADER.unpack(frame[:12])[1:]) + b"\xff\xff\xff",
+    ],
+    ids=["noise", "other method", "no message"],
+)
+async def test_malformed_answer_ends_the_session_and_nothing_else(
+    daemon: FakeDaemon, client: AsyncClient, fault: object
+) -> None:
+    await client.connect()
+    daemon.faults[Method.PROBE] = fault  # type: ignore[assignment]
+    with pytest.raises(UnavailableError):
+        await client.probe(HASHES)
+    assert not client.is_connected
+    daemon.faults.clear()
+    assert (await client.probe(HASHES)).hit_blocks == 0
+
+
+async def test_heartbeats_keep_a_lease_alive(daemon: FakeDaemon, client: AsyncClient) -> None:
+    daemon.lease_seconds = 0.6
+    await store(client, HASHES)
+    async with await client.acquire(HASHES) as lease:
+        await asyncio.sleep(1.0)
+        assert lease.is_valid
+    assert (await client.prefetch(HASHES, 1.0), (await client.status()).state) == (8, "serving")
