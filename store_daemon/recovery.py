@@ -168,7 +168,7 @@ def _inspect(
     file_bytes = reader.file_bytes
     if rows:
         try:
-            file_bytes = seal_segment(reader.fd, number, rows, records_end)
+            file_bytes = records_end + seal_segment(reader.fd, number, rows, records_end)
         except OSError as error:  # a full or failing drive: scanned again at the next start
             _log.warning("segment %d stays unsealed: %s", number, error)
     return _Inspection(rows, records_end, file_bytes, torn, damaged)
@@ -227,7 +227,7 @@ def _scan(
             return rows, offset, 1
         rows.append(row)
         offset = row.end
-    return rows, offset, 0
+    return rows, offset, int(offset < reader.file_bytes)
 
 
 def _set_aside(path: Path, why: Exception) -> Path:

@@ -123,21 +123,21 @@ class OpenSegment:
         os.fdatasync(self._fd)
         return rows
 
-    def seal(self) -> None:
+    def seal(self) -> int:
         """Write the footer and close the file; without live rows, remove it.
 
-        The file is closed also when this raises OSError; it then has no footer.
+        Returns the footer's bytes. The file is closed also when this raises OSError; its footer is
+        then missing or not durable.
         """
         segment = self.segment
         try:
-            if segment.rows:
-                rows = list(segment.rows.values())
-                segment.file_bytes = seal_segment(
-                    self._fd, segment.number, rows, segment.records_end
-                )
-            else:
+            if not segment.rows:
                 segment.path.unlink(missing_ok=True)
+                return 0
+            rows = list(segment.rows.values())
+            return seal_segment(self._fd, segment.number, rows, segment.records_end)
         finally:
+            segment.file_bytes = os.fstat(self._fd).st_size
             os.close(self._fd)
 
     def _takes(self, records: int, record_bytes: int) -> bool:

@@ -83,16 +83,15 @@ def create_segment(path: Path, number: int, segment_bytes: int, direct_io: bool)
 def seal_segment(fd: int, number: int, rows: Sequence[SsdRow], records_end: int) -> int:
     """Write the footer at `records_end`, cut the file behind it, make both durable.
 
-    Returns the file's length. After a crash on the way the file counts as not sealed.
+    Returns the footer's length. After a crash on the way the file counts as not sealed.
     """
     footer = segments.pack_footer(number, rows)
     memory = aligned_memory(len(footer))
     memory[:] = footer
     write_fully(fd, [memory], records_end)
-    file_bytes = records_end + len(footer)
-    os.ftruncate(fd, file_bytes)
+    os.ftruncate(fd, records_end + len(footer))
     os.fsync(fd)
-    return file_bytes
+    return len(footer)
 
 
 def read_record(fd: int, row: SsdRow, page: memoryview, target: memoryview) -> None:

@@ -277,11 +277,9 @@ class SsdTier:
         self._open = None
         with self._mutex:
             try:
-                opened.seal()
+                self.bytes_written += opened.seal()
             finally:
-                if segment.rows:
-                    self.bytes_written += segment.file_bytes - segment.records_end
-                else:
+                if not segment.rows:
                     del self._segments[segment.number]
                 self._index.mark_covered(segment.number)
 
