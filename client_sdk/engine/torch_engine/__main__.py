@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import logging
 import os
 import signal
@@ -67,9 +68,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _write_endpoint(path: Path, url: str) -> None:
-    """Atomically, so that whoever polls the file never reads half a URL."""
+    """JSON with url and pid; atomically, so that whoever polls the file never reads half of it."""
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(url + "\n", encoding="utf-8")
+    partial.write_text(json.dumps({"url": url, "pid": os.getpid()}), encoding="utf-8")
     os.replace(partial, path)
 
 
