@@ -1,0 +1,179 @@
+"""Puts the router together: wiring, start and shutdown order only."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import random
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from client_sdk.aio import TaskGroup
+from router.candidates import Preferences, make_policy
+from router.config import RouterSection
+from router.decision import Chooser
+from router.discovery.static import add_static_engines
+from router.engine_client import EngineClient
+from router.engines import Engine, EngineTable
+from router.health import BreakerLimits
+from router.http_server import HttpServer, ServerLimits
+from router.load import LoadLedger
+from router.metrics import RouterMetrics
+from router.predicted import PredictedChains
+from router.prober import Prober, ProbeTimes
+from router.proxy import Proxy, ProxyLimits
+from router.routes import Routes
+from router.scoring import Speeds
+from router.tokenize import TokenCache, Tokenizer
+from router.upstream_pool import UpstreamLimits, UpstreamPool
+from router.view import IndexView
+
+log = logging.getLogger(__name__)
+
+IDLE_CHECK_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where a running router can be reached; what its endpoint file holds."""
+
+    url: str
+    index_address: str
+    pid: int
+
+
+class Router:
+    """All parts of one router. `running` starts and ends them in the right order."""
+
+    def __init__(self, cfg: RouterSection, index: IndexView, rng: random.Random) -> None:
+        loop = asyncio.get_running_loop()
+        self._cfg = cfg
+        self._index = index
+        self._loop = loop
+        speeds = _speeds(cfg)
+        self.engines = EngineTable(
+            BreakerLimits(cfg.breaker_failures, cfg.breaker_open_seconds), cfg.forget_seconds
+        )
+        self.ledger = LoadLedger()
+        self.metrics = RouterMetrics()
+        self.metrics.watch(self.engines, self.ledger, speeds)
+        self.predicted = PredictedChains(cfg.predicted_seconds)
+        self.pool = UpstreamPool(
+            UpstreamLimits(
+                cfg.connect_seconds,
+                cfg.response_seconds,
+                cfg.idle_seconds,
+                cfg.pooled_connections,
+                cfg.pooled_seconds,
+            )
+        )
+        self.engines.on_removed.append(self._engine_removed)
+        add_static_engines(self.engines, cfg.engines, loop.time())
+        self.tokens = TokenCache(cfg.tokenize_cache_tokens)
+        preferences = Preferences(
+            cfg.near_best_fraction, cfg.least_loaded_candidates, cfg.tie_seconds
+        )
+        chooser = Chooser(
+            self.engines,
+            self.ledger,
+            index,
+            self.predicted,
+            Tokenizer(EngineClient(self.pool), self.tokens, cfg.tokenize_seconds),
+            make_policy(cfg.policy, speeds, preferences),
+            speeds,
+            self.metrics,
+            cfg.max_inflight_per_engine,
+            rng=rng,
+            clock=loop.time,
+        )
+        proxy = Proxy(
+            chooser,
+            self.ledger,
+            self.pool,
+            self.metrics,
+            ProxyLimits(cfg.retries, cfg.retry_after_seconds),
+        )
+        routes = Routes(proxy, chooser, self.engines, self.ledger, self.metrics)
+        limits = ServerLimits(cfg.max_body_bytes, cfg.max_header_bytes, cfg.client_idle_seconds)
+        self.server = HttpServer(routes.handle, limits)
+        self.prober = Prober(
+            self.engines,
+            self.pool,
+            self.predicted,
+            self.metrics,
+            ProbeTimes(cfg.health_interval_seconds, cfg.health_timeout_seconds),
+        )
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[int]:
+        """Serve inside the block; the value is the port. Leaving it drains.
+
+        Engines are probed before the first request is taken, so a healthy one is known by then.
+        """
+        self._sync_engines()
+        await self.prober.probe_all()
+        port = await self.server.start(self._cfg.host, self._cfg.port)
+        try:
+            async with TaskGroup() as tasks:
+                background = [
+                    tasks.create_task(self.prober.run()),
+                    tasks.create_task(self._every(self._cfg.sync_seconds, self._sync_engines)),
+                    tasks.create_task(self._every(IDLE_CHECK_SECONDS, self.server.check_idle)),
+                ]
+                try:
+                    yield port
+                finally:
+                    cut = await self.server.drain(self._cfg.drain_seconds)
+                    if cut:
+                        log.warning("%d requests were cut after the drain time", cut)
+                    for task in background:
+                        task.cancel()
+        finally:
+            await self.pool.close()
+
+    def check_integrity(self) -> None:
+        for part in (self.engines, self.ledger, self.predicted, self.pool, self.tokens):
+            part.check_integrity()
+
+    def _sync_engines(self) -> None:
+        self.engines.sync(self._index.nodes(), self._loop.time())
+        self.predicted.expire(self._loop.time())
+
+    def _engine_removed(self, engine: Engine) -> None:
+        log.info("engine %s is forgotten", engine.name)
+        self.pool.close_idle(engine.url)
+        self.predicted.forget(engine.url)
+
+    async def _every(self, seconds: float, action: Callable[[], None]) -> None:
+        while True:
+            await asyncio.sleep(seconds)
+            try:
+                action()
+            except Exception:
+                log.exception("periodic work of the router failed; it goes on")
+
+
+def _speeds(cfg: RouterSection) -> Speeds:
+    return Speeds(
+        prefill_tokens_per_second=cfg.prefill_tokens_per_second,
+        dram_tokens_per_second=cfg.dram_tokens_per_second,
+        ssd_tokens_per_second=cfg.ssd_tokens_per_second,
+        peer_tokens_per_second=cfg.peer_tokens_per_second,
+        peer_setup_seconds=cfg.peer_setup_seconds,
+        decode_request_seconds=cfg.decode_request_seconds,
+    )
+
+
+def write_endpoint(path: Path, endpoint: Endpoint) -> None:
+    """Write the file whole, so that a reader never sees half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}")
+    text = json.dumps(
+        {"url": endpoint.url, "index_address": endpoint.index_address, "pid": endpoint.pid}
+    )
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)

@@ -1,0 +1,149 @@
+"""Which engine gets a request: a short list first, then one of it. Pure; chance is passed in.
+
+Every comparison is made within the engines given, which are the healthy ones with room: an engine
+that is dead or full changes nothing here.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from router.scoring import Estimate, Holding, Load, Speeds, estimate, queue_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One engine as a policy sees it."""
+
+    url: str
+    load: Load
+    holding: Holding
+
+
+class Policy(Protocol):
+    """How one of several engines is picked."""
+
+    def pick(
+        self, prompt_tokens: int, candidates: Sequence[Candidate], rng: random.Random
+    ) -> Candidate:
+        """Return one of `candidates`, which is never empty. Changes nothing but `rng`."""
+        ...
+
+    def routed(self, url: str) -> None:
+        """The request goes to this engine now."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Preferences:
+    """How wide the short list is, and what counts as equal."""
+
+    near_best_fraction: float
+    least_loaded_candidates: int
+    tie_seconds: float
+
+
+def short_list(
+    candidates: Sequence[Candidate], speeds: Speeds, preferences: Preferences
+) -> list[Candidate]:
+    """Return those whose own hit is near the best, and the least loaded ones."""
+    best = max(candidate.holding.node_tokens for candidate in candidates)
+    wanted = max(1.0, best * preferences.near_best_fraction)
+    by_load = sorted(
+        candidates, key=lambda candidate: _load_order(candidate, speeds)
+    )  # stable, so equal loads keep the caller's order
+    room = preferences.least_loaded_candidates
+    # All engines as idle as the last one taken come too, or ties would always go to the first.
+    limit = _load_order(by_load[min(room, len(by_load)) - 1], speeds)
+    return [
+        candidate
+        for candidate in candidates
+        if candidate.holding.node_tokens >= wanted or _load_order(candidate, speeds) <= limit
+    ]
+
+
+def _load_order(candidate: Candidate, speeds: Speeds) -> float:
+    return queue_seconds(candidate.load, speeds)
+
+
+@dataclass(frozen=True, slots=True)
+class CostPolicy:
+    """Least estimated time to the first token. Without any hit that is the shortest queue."""
+
+    speeds: Speeds
+    preferences: Preferences
+
+    def pick(
+        self, prompt_tokens: int, candidates: Sequence[Candidate], rng: random.Random
+    ) -> Candidate:
+        listed = short_list(candidates, self.speeds, self.preferences)
+        seconds = [
+            estimate(prompt_tokens, item.holding, item.load, self.speeds).total_seconds
+            for item in listed
+        ]
+        limit = min(seconds) + self.preferences.tie_seconds
+        return _fewest_active(
+            [item for item, t in zip(listed, seconds, strict=True) if t <= limit], rng
+        )
+
+    def routed(self, url: str) -> None:
+        """The ledger knows; nothing is kept here."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeastLoadPolicy:
+    """Shortest queue, whatever is cached where."""
+
+    speeds: Speeds
+
+    def pick(
+        self, prompt_tokens: int, candidates: Sequence[Candidate], rng: random.Random
+    ) -> Candidate:
+        queues = [queue_seconds(item.load, self.speeds) for item in candidates]
+        shortest = min(queues)
+        return _fewest_active(
+            [item for item, queue in zip(candidates, queues, strict=True) if queue <= shortest], rng
+        )
+
+    def routed(self, url: str) -> None:
+        """The ledger knows; nothing is kept here."""
+
+
+class RoundRobinPolicy:
+    """One after the other, in the order of their URLs."""
+
+    def __init__(self) -> None:
+        self._last_url = ""
+
+    def pick(
+        self, prompt_tokens: int, candidates: Sequence[Candidate], rng: random.Random
+    ) -> Candidate:
+        ordered = sorted(candidates, key=lambda candidate: candidate.url)
+        following = [item for item in ordered if item.url > self._last_url]
+        return (following or ordered)[0]
+
+    def routed(self, url: str) -> None:
+        self._last_url = url
+
+
+def make_policy(name: str, speeds: Speeds, preferences: Preferences) -> Policy:
+    """Return the policy called `name` in the settings."""
+    policies: Mapping[str, Policy] = {
+        "cost": CostPolicy(speeds, preferences),
+        "least_load": LeastLoadPolicy(speeds),
+        "round_robin": RoundRobinPolicy(),
+    }
+    return policies[name]
+
+
+def estimate_of(candidate: Candidate, prompt_tokens: int, speeds: Speeds) -> Estimate:
+    """Return the terms of one candidate, for the ledger, the metrics and /route/explain."""
+    return estimate(prompt_tokens, candidate.holding, candidate.load, speeds)
+
+
+def _fewest_active(tied: Sequence[Candidate], rng: random.Random) -> Candidate:
+    fewest = min(item.load.active_requests for item in tied)
+    return rng.choice([item for item in tied if item.load.active_requests == fewest])

@@ -1,0 +1,111 @@
+"""Settings of the router. Sizes in bytes, times in seconds, speeds in tokens a second."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+from urllib.parse import urlsplit
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from client_sdk.settings import Section, Settings
+from global_index.config import IndexSection
+
+MIB = 1 << 20
+Bytes = Annotated[int, Field(gt=0)]
+Seconds = Annotated[float, Field(gt=0)]
+Speed = Annotated[float, Field(gt=0)]
+Port = Annotated[int, Field(ge=0, le=65535)]
+
+
+class StaticEngine(BaseModel):
+    """An engine named in the file; one that a daemon announces under the same URL completes it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    url: str
+    """http://host:port; a path prefix is refused."""
+    node_id: str = ""
+    """Node whose daemon the engine shares; empty means unknown, so only its load counts."""
+    model: str = ""
+    """Model it serves; empty means what its /v1/models says."""
+
+    @field_validator("url")
+    @classmethod
+    def _plain(cls, url: str) -> str:
+        parts = urlsplit(url)
+        if parts.scheme != "http" or not parts.hostname or parts.path.strip("/") or parts.query:
+            raise ValueError(f"{url!r} must look like http://host:port")
+        return url.rstrip("/")
+
+
+class RouterSection(Section):
+    host: str = "127.0.0.1"
+    port: Port = 8000
+    """Where clients send requests. 0 picks a free port."""
+    endpoint_file: Path | None = None
+    """JSON with url, index_address and pid, written whole once the router serves."""
+    engines: tuple[StaticEngine, ...] = ()
+    """Engines known from the start, beside those that daemons announce through the index."""
+    policy: Literal["cost", "least_load", "round_robin"] = "cost"
+
+    prefill_tokens_per_second: Speed = 5000.0
+    """First guess of an engine's prefill speed."""
+    dram_tokens_per_second: Speed = 200_000.0
+    """Tokens' KV that go from the node's pool into the engine."""
+    ssd_tokens_per_second: Speed = 40_000.0
+    peer_tokens_per_second: Speed = 30_000.0
+    peer_setup_seconds: Annotated[float, Field(ge=0)] = 0.003
+    """Once for each pull from another node."""
+    decode_request_seconds: Annotated[float, Field(ge=0)] = 0.02
+    """What each active request adds to an engine's queue."""
+    near_best_fraction: Annotated[float, Field(gt=0, le=1)] = 0.8
+    """An engine is a candidate when it holds this part of the best hit."""
+    least_loaded_candidates: Annotated[int, Field(ge=1)] = 2
+    """And so are this many engines with the shortest queues."""
+    tie_seconds: Annotated[float, Field(ge=0)] = 0.001
+    """Estimates this close are equal: fewer active requests decide, then chance."""
+    predicted_seconds: Seconds = 3.0
+    """How long a routed chain counts as present on its engine before any event says so."""
+
+    retries: Annotated[int, Field(ge=0, le=16)] = 2
+    """Further engines tried when one fails before the first byte of its response."""
+    connect_seconds: Seconds = 2.0
+    response_seconds: Seconds = 600.0
+    """From request to response head; a prefill may take long."""
+    idle_seconds: Seconds = 600.0
+    """Between two pieces of a response body."""
+    max_inflight_per_engine: Annotated[int, Field(ge=1)] = 256
+    retry_after_seconds: Annotated[int, Field(ge=1)] = 1
+    """Said with 429 (all engines full) and 503 (none healthy)."""
+    pooled_connections: Annotated[int, Field(ge=0)] = 64
+    """Idle connections kept per engine."""
+    pooled_seconds: Seconds = 4.0
+    """Below the keep-alive time of common engine servers (5 s), so that few go stale."""
+
+    tokenize_seconds: Seconds = 0.5
+    """Deadline of an engine's /tokenize; after it the request goes by load."""
+    tokenize_cache_tokens: Annotated[int, Field(ge=0)] = 16_000_000
+    """Token ids kept (4 bytes each)."""
+
+    health_interval_seconds: Seconds = 1.0
+    health_timeout_seconds: Seconds = 1.0
+    breaker_failures: Annotated[int, Field(ge=1)] = 3
+    breaker_open_seconds: Seconds = 2.0
+    forget_seconds: Seconds = 60.0
+    """An announced engine that is neither healthy nor announced for so long is dropped."""
+    sync_seconds: Seconds = 0.25
+    """How often the engines that daemons announce are read from the index."""
+
+    max_body_bytes: Bytes = 16 * MIB
+    max_header_bytes: Bytes = 32 * 1024
+    client_idle_seconds: Seconds = 75.0
+    """A client connection without a request, or with half a one, is closed after it."""
+    drain_seconds: Annotated[float, Field(ge=0)] = 20.0
+    """On SIGTERM, how long requests in flight may go on."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+
+class RouterSettings(Settings):
+    router: RouterSection = RouterSection()
+    index: IndexSection = IndexSection()

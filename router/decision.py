@@ -1,0 +1,251 @@
+"""From a parsed body to a chosen engine: tokens, hashes, hits, estimates, policy.
+
+Nothing that is away here fails a request: no tokens, no namespace or no index means the choice goes
+by load alone, and is counted.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from emberkv_proto.hashing import block_hashes, index_keys
+from emberkv_proto.types import NamespaceId, NodeHit
+from router.candidates import Candidate, Policy, estimate_of
+from router.engines import Engine, EngineTable
+from router.load import LoadLedger
+from router.metrics import RouterMetrics
+from router.predicted import PredictedChains
+from router.scoring import NOTHING, Estimate, Holding, Speeds, holding_from
+from router.tokenize import NoTokens, TokenIds, Tokenizer
+from router.view import IndexView
+
+log = logging.getLogger(__name__)
+
+BYTES_PER_TOKEN = 4
+"""Guess of a prompt's length where its tokens are unknown; only the queue estimate uses it."""
+
+
+class NoEngineError(Exception):
+    """No healthy engine can answer."""
+
+
+class UnknownModelError(Exception):
+    """Engines are healthy, but none serves the model."""
+
+
+class SaturatedError(Exception):
+    """Every engine that could answer is at its limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChainKind:
+    """What a chain's hashes depend on beside tokens and salt."""
+
+    namespace_id: NamespaceId
+    block_tokens: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chain:
+    """A prompt's blocks in one namespace, and which nodes hold them."""
+
+    keys: Sequence[int]
+    hits: Mapping[str, NodeHit]
+
+    def best_beside(self, node_id: str) -> int:
+        """Blocks of the best node other than this one."""
+        return max(
+            (hit.hit_blocks for other, hit in self.hits.items() if other != node_id), default=0
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Plan:
+    """What is known of a request before an engine is chosen; stays the same over retries."""
+
+    model: str
+    prompt_tokens: int
+    no_tokens: NoTokens | None
+    chains: dict[ChainKind, Chain] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scored:
+    """An engine with what it holds and how long it would take."""
+
+    engine: Engine
+    candidate: Candidate
+    estimate: Estimate
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Decision:
+    """The chosen engine, and whether another one holds more."""
+
+    chosen: Scored
+    keys: Sequence[int]
+    is_exploring: bool
+
+    @property
+    def predicted_hit_tokens(self) -> int:
+        used = self.chosen.estimate.used
+        return used.node_tokens + used.peer_tokens
+
+
+class Chooser:
+    """Chooses engines. On the event loop; only `plan` waits, for the engine's tokenizer."""
+
+    def __init__(
+        self,
+        engines: EngineTable,
+        ledger: LoadLedger,
+        index: IndexView,
+        predicted: PredictedChains,
+        tokenizer: Tokenizer,
+        policy: Policy,
+        speeds: Speeds,
+        metrics: RouterMetrics,
+        max_inflight_per_engine: int,
+        *,
+        rng: random.Random,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._engines = engines
+        self._ledger = ledger
+        self._index = index
+        self._predicted = predicted
+        self._tokenizer = tokenizer
+        self._policy = policy
+        self._speeds = speeds
+        self._metrics = metrics
+        self._max_inflight = max_inflight_per_engine
+        self._rng = rng
+        self._clock = clock
+
+    async def plan(self, body: Mapping[str, Any], body_bytes: int) -> Plan:
+        """Find out what the request's blocks are and who holds them.
+
+        Raises:
+            NoEngineError, UnknownModelError: nobody can answer.
+        """
+        model = body.get("model")
+        model = model if isinstance(model, str) else ""
+        engines = self._serving(model)
+        tokens = await self._tokenizer.tokens(body, self._least_busy(engines))
+        if isinstance(tokens, NoTokens):
+            self._metrics.no_tokens.labels(tokens.value).inc()
+            return Plan(model, max(1, body_bytes // BYTES_PER_TOKEN), tokens)
+        self._metrics.prompt_tokens.inc(len(tokens))
+        plan = Plan(model, len(tokens), None)
+        salt = body.get("cache_salt")
+        salt_bytes = salt.encode("utf-8", "surrogatepass") if isinstance(salt, str) else b""
+        for kind in {_kind(engine) for engine in engines}:
+            if kind is not None and len(tokens) >= kind.block_tokens:
+                plan.chains[kind] = self._look_up(kind, tokens, salt_bytes)
+        return plan
+
+    def choose(self, plan: Plan, excluded: Collection[str]) -> Decision:
+        """Pick an engine that has room and is not excluded, by the policy.
+
+        Raises:
+            NoEngineError, UnknownModelError, SaturatedError
+        """
+        engines = [e for e in self._serving(plan.model) if e.url not in excluded]
+        if not engines:
+            raise NoEngineError("no other engine is healthy")
+        open_engines = [engine for engine in engines if self._has_room(engine)]
+        if not open_engines:
+            raise SaturatedError(
+                f"all {len(engines)} engines have {self._max_inflight} requests in flight"
+            )
+        scored = [self._candidate(engine, plan) for engine in open_engines]
+        picked = self._policy.pick(plan.prompt_tokens, scored, self._rng)
+        most = max(candidate.holding.node_tokens for candidate in scored)
+        engine = next(engine for engine in open_engines if engine.url == picked.url)
+        kind = _kind(engine)
+        chain = plan.chains.get(kind) if kind else None
+        return Decision(
+            Scored(engine, picked, estimate_of(picked, plan.prompt_tokens, self._speeds)),
+            chain.keys if chain else (),
+            picked.holding.node_tokens < most,
+        )
+
+    def has_other(self, plan: Plan, excluded: Collection[str]) -> bool:
+        """Whether `choose` would find an engine now."""
+        return any(
+            engine.url not in excluded and self._has_room(engine)
+            for engine in self._engines.serving(plan.model)
+        )
+
+    def note_routed(self, decision: Decision) -> None:
+        """The decision is being carried out: its chain will be in that engine's HBM."""
+        self._policy.routed(decision.chosen.engine.url)
+        self._predicted.note(decision.chosen.engine.url, decision.keys, self._clock())
+
+    def forget_routed(self, engine: Engine) -> None:
+        """The engine is gone, and its HBM with it."""
+        self._predicted.forget(engine.url)
+
+    def explain(self, plan: Plan) -> list[Scored]:
+        """Every healthy engine for the plan's model with its terms, full ones included."""
+        found = []
+        for engine in self._serving(plan.model):
+            candidate = self._candidate(engine, plan)
+            terms = estimate_of(candidate, plan.prompt_tokens, self._speeds)
+            found.append(Scored(engine, candidate, terms))
+        return found
+
+    def _serving(self, model: str) -> list[Engine]:
+        engines = self._engines.serving(model)
+        if engines:
+            return engines
+        if self._engines.serving(""):
+            raise UnknownModelError(f"model {model!r} is served by no engine")
+        raise NoEngineError("no engine is healthy")
+
+    def _has_room(self, engine: Engine) -> bool:
+        return self._ledger.active_requests(engine.url) < self._max_inflight
+
+    def _least_busy(self, engines: Sequence[Engine]) -> Engine:
+        return min(engines, key=lambda engine: self._ledger.active_requests(engine.url))
+
+    def _look_up(self, kind: ChainKind, tokens: TokenIds, salt: bytes) -> Chain:
+        hashes = block_hashes(kind.namespace_id, tokens, kind.block_tokens, salt=salt)
+        keys = index_keys(hashes).astype(np.uint64, copy=False)
+        try:
+            hits = self._index.query(keys)
+        except Exception:
+            # Whatever is wrong with the index, the request can be answered without it.
+            log.exception("index query of %d keys failed", len(keys))
+            self._metrics.index_errors.inc()
+            hits = ()
+        numbers: list[int] = keys.tolist()
+        return Chain(numbers, {hit.node_id: hit for hit in hits})
+
+    def _candidate(self, engine: Engine, plan: Plan) -> Candidate:
+        return Candidate(engine.url, self._ledger.load(engine.url), self._holding(engine, plan))
+
+    def _holding(self, engine: Engine, plan: Plan) -> Holding:
+        kind = _kind(engine)
+        chain = plan.chains.get(kind) if kind is not None else None
+        if kind is None or chain is None:
+            return NOTHING
+        return holding_from(
+            chain.hits.get(engine.node_id),
+            chain.best_beside(engine.node_id) if engine.node_id else 0,
+            self._predicted.hit_blocks(engine.url, chain.keys, self._clock()),
+            kind.block_tokens,
+        )
+
+
+def _kind(engine: Engine) -> ChainKind | None:
+    if engine.namespace_id is None:
+        return None
+    return ChainKind(engine.namespace_id, engine.block_tokens)

@@ -1,0 +1,146 @@
+"""The engines a router may send to: those of the file and those that daemons announce.
+
+Known by URL. What an announcement says (model, namespace, node) outlives its daemon: an engine
+whose daemon died serves on by recompute, and whether it lives is a matter of its health.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+from emberkv_proto.types import EngineInfo, NamespaceId
+from router.health import BreakerLimits, Health
+from router.view import NodeView
+
+ANNOUNCING = frozenset({"ok", "suspect"})
+
+
+@dataclass(slots=True, eq=False)
+class Engine:
+    """One inference process as the router knows it."""
+
+    url: str
+    host: str
+    port: int
+    health: Health
+    engine_id: str = ""
+    node_id: str = ""
+    model: str = ""
+    """As announced or configured; empty when only /v1/models can tell."""
+    role: str = "both"
+    namespace_id: NamespaceId | None = None
+    block_tokens: int = 0
+    is_static: bool = False
+    is_announced: bool = False
+    """By a daemon that is alive now."""
+    model_cards: tuple[dict[str, Any], ...] = field(default=())
+    """Its last /v1/models."""
+
+    @property
+    def name(self) -> str:
+        return self.engine_id or self.url
+
+    @property
+    def models(self) -> frozenset[str]:
+        ids = {str(card["id"]) for card in self.model_cards}
+        return frozenset(ids | {self.model} if self.model else ids)
+
+    def serves(self, model: str) -> bool:
+        """Whether a request for `model` may go here; an engine of unknown models takes any."""
+        known = self.models
+        return not known or not model or model in known
+
+
+class EngineTable:
+    """All known engines by URL. Changes only on the event loop."""
+
+    def __init__(self, limits: BreakerLimits, forget_seconds: float) -> None:
+        self._limits = limits
+        self._forget_seconds = forget_seconds
+        self._engines: dict[str, Engine] = {}
+        self.on_removed: list[Callable[[Engine], None]] = []
+        self.refused_announcements = 0
+
+    def __iter__(self) -> Iterator[Engine]:
+        return iter(tuple(self._engines.values()))
+
+    def __len__(self) -> int:
+        return len(self._engines)
+
+    def get(self, url: str) -> Engine | None:
+        return self._engines.get(url)
+
+    def add(self, url: str, now: float) -> Engine:
+        """Return the engine at `url`, new ones with unknown health.
+
+        Raises:
+            ValueError: the URL is not http://host:port.
+        """
+        url = url.rstrip("/")
+        engine = self._engines.get(url)
+        if engine is None:
+            parts = urlsplit(url)
+            if parts.scheme != "http" or not parts.hostname or parts.path:
+                raise ValueError(f"engine URL {url!r} must look like http://host:port")
+            engine = Engine(url, parts.hostname, parts.port or 80, Health(self._limits, now))
+            self._engines[url] = engine
+        return engine
+
+    def sync(self, nodes: Sequence[NodeView], now: float) -> None:
+        """Take over what the nodes announce now; then forget what has been away too long."""
+        announced: set[str] = set()
+        for node in nodes:
+            if node.liveness not in ANNOUNCING:
+                continue
+            for info in node.engines:
+                if not info.url:
+                    continue  # an engine that is not served over HTTP
+                try:
+                    engine = self.add(info.url, now)
+                except ValueError:
+                    self.refused_announcements += 1
+                    continue
+                _describe(engine, info, node.node_id)
+                announced.add(engine.url)
+        for engine in self._engines.values():
+            engine.is_announced = engine.url in announced
+        self._forget(now)
+
+    def serving(self, model: str) -> list[Engine]:
+        """Return the healthy engines that can answer for `model`."""
+        return [
+            engine
+            for engine in self._engines.values()
+            if engine.health.is_healthy and engine.role != "prefill" and engine.serves(model)
+        ]
+
+    @property
+    def has_healthy(self) -> bool:
+        return any(engine.health.is_healthy for engine in self._engines.values())
+
+    def check_integrity(self) -> None:
+        for url, engine in self._engines.items():
+            assert url == engine.url, f"{engine.url} is listed under {url}"
+            assert engine.namespace_id is None or engine.block_tokens > 0
+            engine.health.check_integrity()
+
+    def _forget(self, now: float) -> None:
+        for engine in tuple(self._engines.values()):
+            is_kept = engine.is_static or engine.is_announced or engine.health.is_healthy
+            if not is_kept and now - engine.health.since > self._forget_seconds:
+                del self._engines[engine.url]
+                for callback in self.on_removed:
+                    callback(engine)
+
+
+def _describe(engine: Engine, info: EngineInfo, node_id: str) -> None:
+    engine.engine_id = info.engine_id
+    engine.node_id = node_id
+    engine.model = info.model or engine.model
+    engine.role = info.role
+    if info.block_tokens > 0:
+        engine.namespace_id = info.namespace_id
+        engine.block_tokens = info.block_tokens

@@ -1,0 +1,93 @@
+"""What the router counts, in a registry of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from router.engines import EngineTable
+from router.load import LoadLedger
+from router.scoring import Speeds, queue_seconds
+
+PREFIX = "emberkv_router_"
+_DECISION_BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0)
+
+
+class RouterMetrics:
+    """Counters of one router."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+
+        def counter(name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
+            return Counter(PREFIX + name, text, labels, registry=self.registry)
+
+        self.requests = counter(
+            "requests",
+            "Answers, by engine (empty: none) and status",
+            ("engine", "status"),
+        )
+        self.prompt_tokens = counter("prompt_tokens", "Tokens of routed prompts, where known")
+        self.predicted_tokens = counter(
+            "predicted_hit_tokens", "Tokens the chosen engine should not compute", ("source",)
+        )
+        self.delivered_tokens = counter(
+            "delivered_hit_tokens",
+            "Tokens engines said they did not compute (source all: the whole, whatever the source)",
+            ("source",),
+        )
+        self.compared_tokens = counter(
+            "compared_hit_tokens", "Predicted hit tokens of requests whose engine reported its hit"
+        )
+        self.decision_seconds = Histogram(
+            PREFIX + "decision_seconds",
+            "From a whole request to a chosen engine, tokenization included",
+            buckets=_DECISION_BUCKETS,
+            registry=self.registry,
+        )
+        self.no_tokens = counter("no_token_requests", "Requests routed by load alone", ("why",))
+        self.retries = counter("retries", "Requests sent on to another engine", ("why",))
+        self.aborts = counter("aborts", "Requests whose client went away")
+        self.upstream_errors = counter("upstream_errors", "Engine failures", ("engine", "kind"))
+        self.refused = counter("refused_requests", "Requests that no engine got", ("why",))
+        self.explored = counter("explored", "Requests sent elsewhere than to the longest hit")
+        self.index_errors = counter("index_errors", "Index queries that failed")
+        self.models_unread = counter("models_unread", "Engines whose /v1/models could not be read")
+
+    def watch(self, engines: EngineTable, ledger: LoadLedger, speeds: Speeds) -> None:
+        """Show the state of these at each scrape."""
+        self.registry.register(_LoadCollector(engines, ledger, speeds))
+
+    def render(self) -> bytes:
+        """The exposition text."""
+        return generate_latest(self.registry)
+
+
+class _LoadCollector(Collector):
+    def __init__(self, engines: EngineTable, ledger: LoadLedger, speeds: Speeds) -> None:
+        self._engines = engines
+        self._ledger = ledger
+        self._speeds = speeds
+
+    def collect(self) -> Iterator[Metric]:
+        inflight = GaugeMetricFamily(
+            PREFIX + "inflight_requests", "Charged and not released", labels=["engine"]
+        )
+        queue = GaugeMetricFamily(
+            PREFIX + "queue_seconds", "Estimated work ahead of a new request", labels=["engine"]
+        )
+        healthy = GaugeMetricFamily(
+            PREFIX + "engine_healthy", "1 when the engine may get requests", labels=["engine"]
+        )
+        for engine in self._engines:
+            load = self._ledger.load(engine.url)
+            inflight.add_metric([engine.name], load.active_requests)
+            queue.add_metric([engine.name], queue_seconds(load, self._speeds))
+            healthy.add_metric([engine.name], float(engine.health.is_healthy))
+        yield inflight
+        yield queue
+        yield healthy

@@ -1,0 +1,257 @@
+"""Forwards one request to a chosen engine and its response back, untouched.
+
+Until the first byte of a response has gone to the client another engine may be tried; after it
+never. The client's going away cancels the task, which closes the upstream connection and releases
+the charge on the way out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable
+from dataclasses import dataclass
+from typing import Any
+
+from router.chunked import UntilCloseBody
+from router.decision import (
+    Chooser,
+    Decision,
+    NoEngineError,
+    Plan,
+    SaturatedError,
+    UnknownModelError,
+)
+from router.engines import Engine
+from router.forwarding import client_head, request_id, upstream_request
+from router.http_message import Request, Response, error_response
+from router.http_server import ServerConnection
+from router.load import Charge, LoadLedger
+from router.metrics import RouterMetrics
+from router.relay import Relay
+from router.upstream_head import (
+    DiedError,
+    GarbledError,
+    RefusedError,
+    ResponseTimeoutError,
+    UpstreamError,
+)
+from router.upstream_pool import Exchange, UpstreamPool
+
+RETRIED_STATUSES = frozenset({502, 503, 504})
+
+
+class BadBodyError(Exception):
+    """The request's body is not a JSON object."""
+
+
+def parse_body(raw: bytes) -> dict[str, Any]:
+    """Raises BadBodyError, with a text for the client."""
+    try:
+        body = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise BadBodyError(f"the body is not JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise BadBodyError("the body must be a JSON object")
+    return body
+
+
+@dataclass(frozen=True, slots=True)
+class ProxyLimits:
+    """`retries`: further engines tried; `retry_after_seconds`: said with 429 and 503."""
+
+    retries: int
+    retry_after_seconds: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Attempt:
+    """One try of one request."""
+
+    request: Request
+    request_id: bytes
+    client: ServerConnection
+    plan: Plan
+    decision: Decision
+    tried: frozenset[str]
+    """Engines asked so far, this one included."""
+
+    @property
+    def engine(self) -> Engine:
+        return self.decision.chosen.engine
+
+
+class Proxy:
+    """The hot path. On the event loop; one call per request."""
+
+    def __init__(
+        self,
+        chooser: Chooser,
+        ledger: LoadLedger,
+        pool: UpstreamPool,
+        metrics: RouterMetrics,
+        limits: ProxyLimits,
+    ) -> None:
+        self._chooser = chooser
+        self._ledger = ledger
+        self._pool = pool
+        self._metrics = metrics
+        self._retries = limits.retries
+        self._retry_after = ((b"retry-after", b"%d" % limits.retry_after_seconds),)
+        self._loop = asyncio.get_running_loop()
+
+    async def complete(self, request: Request, client: ServerConnection) -> None:
+        """Answer a completion: choose an engine and forward."""
+        await self._answering(client, self._complete(request, client))
+
+    async def pass_on(self, request: Request, client: ServerConnection) -> None:
+        """Forward a request that computes nothing to any engine of its model."""
+        await self._answering(client, self._pass_on(request, client))
+
+    async def _answering(self, client: ServerConnection, work: Awaitable[None]) -> None:
+        """Do `work`; what nobody could answer becomes an error of ours."""
+        try:
+            await work
+        except asyncio.CancelledError:
+            self._metrics.aborts.inc()
+            raise
+        except BadBodyError as error:
+            self._refuse(client, error_response(400, str(error), code="invalid_json"))
+        except UnknownModelError as error:
+            self._metrics.refused.labels("unknown_model").inc()
+            self._refuse(client, error_response(404, str(error), code="model_not_found"))
+        except SaturatedError as error:
+            self._metrics.refused.labels("saturated").inc()
+            self._refuse(client, error_response(429, str(error), self._retry_after))
+        except NoEngineError as error:
+            self._metrics.refused.labels("no_engine").inc()
+            self._refuse(client, error_response(503, str(error), self._retry_after))
+
+    async def _complete(self, request: Request, client: ServerConnection) -> None:
+        began = self._loop.time()
+        plan = await self._chooser.plan(parse_body(request.body), len(request.body))
+        decision = self._chooser.choose(plan, ())
+        self._metrics.decision_seconds.observe(self._loop.time() - began)
+        if decision.is_exploring:
+            self._metrics.explored.inc()
+        await self._forward(request, client, plan, decision)
+
+    async def _pass_on(self, request: Request, client: ServerConnection) -> None:
+        model = parse_body(request.body).get("model")
+        plan = Plan(model if isinstance(model, str) else "", 1, None)
+        await self._forward(request, client, plan, self._chooser.choose(plan, ()))
+
+    async def _forward(
+        self, request: Request, client: ServerConnection, plan: Plan, decision: Decision
+    ) -> None:
+        identity = request_id(request)
+        tried: frozenset[str] = frozenset()
+        while True:
+            tried |= {decision.chosen.engine.url}
+            attempt = _Attempt(request, identity, client, plan, decision, tried)
+            failure = await self._try(attempt)
+            if failure is None:
+                return
+            if not self._may_retry(attempt):
+                self._refuse(client, failure)
+                return
+            decision = self._chooser.choose(plan, tried)
+
+    def _may_retry(self, attempt: _Attempt) -> bool:
+        return len(attempt.tried) <= self._retries and self._chooser.has_other(
+            attempt.plan, attempt.tried
+        )
+
+    async def _try(self, attempt: _Attempt) -> Response | None:
+        """Return None when the client was answered, else what to tell it if no other engine can."""
+        engine = attempt.engine
+        uncached = attempt.decision.chosen.estimate.uncached_tokens
+        with self._ledger.charge(engine.url, uncached) as charge:
+            self._chooser.note_routed(attempt.decision)
+            try:
+                exchange = await self._pool.begin(
+                    engine, upstream_request(attempt.request, engine, attempt.request_id)
+                )
+            except ResponseTimeoutError as error:
+                self._engine_failed(engine, error)
+                self._refuse(attempt.client, error_response(504, str(error)))
+                return None
+            except UpstreamError as error:
+                self._engine_failed(engine, error)
+                if self._may_retry(attempt):
+                    self._metrics.retries.labels(type(error).__name__).inc()
+                return error_response(502, f"engine {engine.name}: {error}")
+            status = exchange.head.status
+            if status in RETRIED_STATUSES:
+                engine.health.request_failed(self._loop.time())
+                self._metrics.upstream_errors.labels(engine.name, str(status)).inc()
+                if self._may_retry(attempt):
+                    exchange.connection.abort()
+                    self._metrics.retries.labels(str(status)).inc()
+                    return error_response(status, f"engine {engine.name} answered {status}")
+            else:
+                engine.health.request_succeeded()
+            await self._relay(attempt, exchange, charge)
+            return None
+
+    async def _relay(self, attempt: _Attempt, exchange: Exchange, charge: Charge) -> None:
+        head, client = exchange.head, attempt.client
+        is_http_11 = attempt.request.http_version == "1.1"
+        body = head.body() if is_http_11 else head.payload_body()
+        ends_by_close = isinstance(body, UntilCloseBody) or (head.is_chunked and not is_http_11)
+        keep_alive = client.wants_keep_alive and not ends_by_close
+        added = [
+            (b"x-emberkv-engine", attempt.engine.name.encode("latin-1", "replace")),
+            (b"x-emberkv-hit-tokens", b"%d" % attempt.decision.predicted_hit_tokens),
+            (b"x-request-id", attempt.request_id),
+        ]
+        framing = b"transfer-encoding: chunked\r\n" if head.is_chunked and is_http_11 else b""
+        write = client.start(
+            client_head(head, added, framing=framing, keep_alive=keep_alive), keep_alive
+        )
+        relay = Relay(head, body, write, charge)
+        client.attach(exchange.connection)
+        self._metrics.requests.labels(attempt.engine.name, head.status).inc()
+        try:
+            await exchange.connection.relay(head, body, relay.piece)
+        except DiedError as error:
+            self._engine_failed(attempt.engine, error)
+            message = f"engine {attempt.engine.name} ended in the middle of its answer"
+            if isinstance(error, GarbledError) or not relay.end_broken(message):
+                client.abort()
+            client.close_after_response()
+            return
+        finally:
+            client.detach()
+        if head.status == 200:
+            self._count_hits(attempt.decision, relay)
+
+    def _count_hits(self, decision: Decision, relay: Relay) -> None:
+        used = decision.chosen.estimate.used
+        for source, tokens in (
+            ("hbm", used.hbm_tokens),
+            ("dram", used.dram_tokens),
+            ("ssd", used.ssd_tokens),
+            ("peer", used.peer_tokens),
+        ):
+            if tokens:
+                self._metrics.predicted_tokens.labels(source).inc(tokens)
+        delivered = relay.delivered()
+        if delivered is not None:
+            self._metrics.compared_tokens.inc(decision.predicted_hit_tokens)
+            self._metrics.delivered_tokens.labels("all").inc(delivered.cached_tokens)
+            for source, tokens in delivered.by_source.items():
+                self._metrics.delivered_tokens.labels(source).inc(tokens)
+
+    def _engine_failed(self, engine: Engine, error: UpstreamError) -> None:
+        self._metrics.upstream_errors.labels(engine.name, type(error).__name__).inc()
+        now = self._loop.time()
+        if isinstance(error, RefusedError):
+            engine.health.refused(now)
+            self._chooser.forget_routed(engine)
+        else:
+            engine.health.request_failed(now)
+
+    def _refuse(self, client: ServerConnection, response: Response) -> None:
+        self._metrics.requests.labels("", response.status).inc()
+        client.respond(response)

@@ -1,0 +1,87 @@
+"""One response on its way from an engine to a client, and what its last bytes tell.
+
+Pieces are written as they come, one write each. Only references are kept aside: the tail of a
+stream, or a small JSON body, to compare the hit the engine reports with the one predicted.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from router import usage
+from router.chunked import Body, ChunkedBody, Dechunked, UntilCloseBody
+from router.http_message import error_body
+from router.load import Charge
+from router.upstream_head import ResponseHead
+
+KEPT_STREAM_PIECES = 3
+MAX_COMPLETION_BYTES = 64 * 1024
+
+
+class Relay:
+    """Sink of one response body."""
+
+    def __init__(
+        self, head: ResponseHead, body: Body, write: Callable[[bytes], None], charge: Charge
+    ) -> None:
+        self._head = head
+        self._body = body
+        self._write = write
+        self._charge = charge
+        content_type = (head.header(b"content-type") or b"").lower()
+        self.is_stream = content_type.startswith(b"text/event-stream")
+        is_plain = head.header(b"content-encoding") is None
+        self._may_speak = self.is_stream and is_plain
+        """Whether an event of ours can be put into the body."""
+        is_read = is_plain and (self.is_stream or content_type.startswith(b"application/json"))
+        length = int(head.header(b"content-length") or 0)
+        if not is_read or length > usage.MAX_PARSED_BYTES:
+            self._kept: deque[bytes] = deque(maxlen=0)
+        else:
+            self._kept = deque(maxlen=KEPT_STREAM_PIECES if self.is_stream else None)
+        self._kept_bytes = 0
+        self._has_begun = False
+
+    def piece(self, data: bytes) -> None:
+        """Pass on the next bytes of the body."""
+        self._write(data)
+        if not self._has_begun:
+            self._has_begun = True
+            self._charge.prefilled()
+        self._kept.append(data)
+        if not self.is_stream:
+            self._kept_bytes += len(data)
+            if self._kept_bytes > usage.MAX_PARSED_BYTES:
+                self._kept = deque(maxlen=0)
+
+    def delivered(self) -> usage.Delivered | None:
+        """What the engine said it had cached, once the body is complete."""
+        if not self._kept:
+            return None
+        raw = b"".join(self._kept)
+        if self.is_stream:
+            return usage.from_stream_tail(raw)
+        if type(self._body) is ChunkedBody:
+            raw = Dechunked().feed(raw)
+        return usage.from_json(raw)
+
+    def end_broken(self, message: str) -> bool:
+        """Tell the client of a stream that its engine died; False where that cannot be done.
+
+        The event is last: no [DONE] follows, and the connection must be closed after it.
+        """
+        if not self._may_speak:
+            return False
+        # The blank line ends whatever event was cut.
+        event = b"\n\ndata: " + error_body(502, message, "upstream_error") + b"\n\n"
+        if type(self._body) is ChunkedBody:
+            completion = self._body.completion()
+            if len(completion) > MAX_COMPLETION_BYTES:
+                return False
+            self._write(b"%s%x\r\n%s\r\n0\r\n\r\n" % (completion, len(event), event))
+            return True
+        if isinstance(self._body, (UntilCloseBody, Dechunked)):
+            self._write(event)
+            return True
+        return False  # a content-length cannot be kept

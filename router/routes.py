@@ -1,0 +1,128 @@
+"""Which path does what."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from emberkv_proto import __version__
+from router.decision import Chooser, NoEngineError, SaturatedError, UnknownModelError
+from router.engines import EngineTable
+from router.explain import explain, worker
+from router.http_message import Request, Response, error_response, json_response
+from router.http_server import ServerConnection
+from router.load import LoadLedger
+from router.metrics import RouterMetrics
+from router.proxy import BadBodyError, Proxy, parse_body
+
+Route = Callable[[Request, ServerConnection], Awaitable[None]]
+METRICS_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
+
+
+class Routes:
+    """The table of paths; its `handle` is the server's handler."""
+
+    def __init__(
+        self,
+        proxy: Proxy,
+        chooser: Chooser,
+        engines: EngineTable,
+        ledger: LoadLedger,
+        metrics: RouterMetrics,
+    ) -> None:
+        self._chooser = chooser
+        self._engines = engines
+        self._ledger = ledger
+        self._metrics = metrics
+        self._table: dict[str, dict[str, Route]] = {
+            "/v1/completions": {"POST": proxy.complete},
+            "/v1/chat/completions": {"POST": proxy.complete},
+            "/tokenize": {"POST": proxy.pass_on},
+            "/detokenize": {"POST": proxy.pass_on},
+            "/v1/models": {"GET": _own(self._models)},
+            "/route/explain": {"POST": self._explain},
+            "/workers": {"GET": _own(self._workers)},
+            "/health": {"GET": _own(self._health)},
+            "/ready": {"GET": _own(self._ready)},
+            "/metrics": {"GET": _own(self._render_metrics)},
+        }
+
+    async def handle(self, request: Request, client: ServerConnection) -> None:
+        methods = self._table.get(request.path)
+        if methods is None:
+            client.respond(error_response(404, f"no such path: {request.path}"))
+            return
+        route = methods.get(request.method)
+        if route is None:
+            allowed = ", ".join(methods)
+            client.respond(
+                error_response(
+                    405,
+                    f"{request.path} takes {allowed}, not {request.method}",
+                    ((b"allow", allowed.encode()),),
+                )
+            )
+            return
+        await route(request, client)
+
+    async def _explain(self, request: Request, client: ServerConnection) -> None:
+        """Decide without doing: nothing is charged, predicted or sent on."""
+        try:
+            plan = await self._chooser.plan(parse_body(request.body), len(request.body))
+        except BadBodyError as error:
+            client.respond(error_response(400, str(error), code="invalid_json"))
+            return
+        except UnknownModelError as error:
+            client.respond(error_response(404, str(error), code="model_not_found"))
+            return
+        except NoEngineError as error:
+            client.respond(error_response(503, str(error)))
+            return
+        problem = ""
+        decision = None
+        try:
+            decision = self._chooser.choose(plan, ())
+            scored = self._chooser.explain(plan)
+        except (NoEngineError, UnknownModelError) as error:
+            problem, scored = str(error), []  # the last healthy one fell ill just now
+        except SaturatedError as error:
+            problem, scored = str(error), self._chooser.explain(plan)
+        client.respond(json_response(explain(plan, decision, problem, scored)))
+
+    def _models(self) -> Response:
+        cards: dict[str, dict[str, Any]] = {}
+        for engine in self._engines:
+            if not engine.health.is_healthy:
+                continue
+            for card in engine.model_cards:
+                cards.setdefault(card["id"], card)
+            if engine.model and engine.model not in cards:
+                cards[engine.model] = {
+                    "id": engine.model,
+                    "object": "model",
+                    "created": int(time.time()),
+                    "owned_by": "emberkv",
+                }
+        return json_response({"object": "list", "data": [cards[name] for name in sorted(cards)]})
+
+    def _workers(self) -> Response:
+        return json_response({"workers": [worker(e, self._ledger) for e in self._engines]})
+
+    def _health(self) -> Response:
+        return json_response({"status": "ok", "version": __version__})
+
+    def _ready(self) -> Response:
+        if self._engines.has_healthy:
+            return json_response({"status": "ready"})
+        return error_response(503, "no engine is healthy")
+
+    def _render_metrics(self) -> Response:
+        return Response(200, self._metrics.render(), METRICS_TYPE)
+
+
+def _own(make: Callable[[], Response]) -> Route:
+    async def route(request: Request, client: ServerConnection) -> None:
+        client.respond(make())
+
+    return route

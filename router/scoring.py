@@ -1,0 +1,116 @@
+"""t(i): how many seconds until engine i would give the first token. Pure.
+
+`t(i) = queue(i) + fetch(blocks by tier, peer) + prefill(rest)`. The leading blocks come nearest
+first: predicted in HBM (free), the node's own DRAM and SSD, then another node's. A prefix can be
+used only from its start, so the choice is where to stop fetching: each further stretch is taken
+when fetching it costs less than computing it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from emberkv_proto.types import NodeHit
+
+
+@dataclass(frozen=True, slots=True)
+class Speeds:
+    """What the estimate multiplies with."""
+
+    prefill_tokens_per_second: float
+    dram_tokens_per_second: float
+    ssd_tokens_per_second: float
+    peer_tokens_per_second: float
+    peer_setup_seconds: float
+    decode_request_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What an engine still has to do, as this router knows it."""
+
+    active_requests: int = 0
+    queued_prefill_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """Leading tokens of a chain by where one engine finds them; they follow each other."""
+
+    hbm_tokens: int = 0
+    dram_tokens: int = 0
+    ssd_tokens: int = 0
+    peer_tokens: int = 0
+
+    @property
+    def node_tokens(self) -> int:
+        """What is here without asking another node."""
+        return self.hbm_tokens + self.dram_tokens + self.ssd_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """The terms of t(i). `used` is the part of the holding worth fetching."""
+
+    queue_seconds: float
+    fetch_seconds: float
+    prefill_seconds: float
+    used: Holding
+    uncached_tokens: int
+
+    @property
+    def total_seconds(self) -> float:
+        return self.queue_seconds + self.fetch_seconds + self.prefill_seconds
+
+
+NOTHING = Holding()
+
+
+def holding_from(
+    own: NodeHit | None, best_other_blocks: int, predicted_blocks: int, block_tokens: int
+) -> Holding:
+    """Lay an engine's predicted blocks, its node's hit and the best other node's one over another.
+
+    The index counts a hit's blocks per tier but not their order; the predicted ones are taken off
+    the DRAM part first, since they were brought through it.
+    """
+    own_blocks = own.hit_blocks if own else 0
+    beyond = max(0, own_blocks - predicted_blocks)
+    dram = min(beyond, max(0, (own.dram_blocks if own else 0) - predicted_blocks))
+    peer = max(0, best_other_blocks - max(predicted_blocks, own_blocks))
+    return Holding(
+        predicted_blocks * block_tokens,
+        dram * block_tokens,
+        (beyond - dram) * block_tokens,
+        peer * block_tokens,
+    )
+
+
+def queue_seconds(load: Load, speeds: Speeds) -> float:
+    """Seconds of work ahead of a request that comes now."""
+    return (
+        load.queued_prefill_tokens / speeds.prefill_tokens_per_second
+        + load.active_requests * speeds.decode_request_seconds
+    )
+
+
+def estimate(prompt_tokens: int, holding: Holding, load: Load, speeds: Speeds) -> Estimate:
+    """Return the terms with the best stopping point. At least one token is always computed."""
+    local = holding.dram_tokens / speeds.dram_tokens_per_second
+    local += holding.ssd_tokens / speeds.ssd_tokens_per_second
+    peer = holding.peer_tokens / speeds.peer_tokens_per_second
+    stops = [(0.0, Holding(holding.hbm_tokens))]
+    if holding.dram_tokens or holding.ssd_tokens:
+        here = Holding(holding.hbm_tokens, holding.dram_tokens, holding.ssd_tokens)
+        stops.append((local, here))
+    if holding.peer_tokens:
+        stops.append((local + peer + speeds.peer_setup_seconds, holding))
+    queue = queue_seconds(load, speeds)
+    best: Estimate | None = None
+    for fetch, used in stops:
+        rest = max(1, prompt_tokens - used.node_tokens - used.peer_tokens)
+        option = Estimate(queue, fetch, rest / speeds.prefill_tokens_per_second, used, rest)
+        if best is None or option.total_seconds < best.total_seconds:
+            best = option
+    assert best is not None
+    return best

@@ -1,0 +1,170 @@
+"""From a request's body to the token ids its engine will compute.
+
+Ids given as numbers are used as they are; text and messages are put to the engine's own /tokenize,
+since any other rendering of a chat would hash to other blocks and never hit. Without ids a request
+still goes, by load alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Protocol
+
+import blake3
+import numpy as np
+import numpy.typing as npt
+
+from router.engine_client import Fetched
+from router.engines import Engine
+from router.upstream_head import UpstreamError
+
+TokenIds = npt.NDArray[np.uint32]
+
+CHAT_FIELDS = (
+    "messages",
+    "add_generation_prompt",
+    "continue_final_message",
+    "add_special_tokens",
+    "chat_template",
+    "chat_template_kwargs",
+    "mm_processor_kwargs",
+    "documents",
+    "tools",
+    "tool_choice",
+)
+"""Fields of a chat completion that change its rendering (vLLM's TokenizeChatRequest, and two that
+its chat templates read)."""
+
+COMPLETION_FIELDS = ("prompt", "add_special_tokens")
+
+
+class NoTokens(str, Enum):
+    """Why a request has no token ids; the label of a counter."""
+
+    NO_PROMPT = "no_prompt"
+    MANY_PROMPTS = "many_prompts"
+    BAD_IDS = "bad_ids"
+    ENGINE_FAILED = "engine_failed"
+    ENGINE_REFUSED = "engine_refused"
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A body for the engine's /tokenize, and what to remember its answer by."""
+
+    body: bytes
+    digest: bytes
+
+
+class Fetcher(Protocol):
+    """What can put a question to an engine; raises UpstreamError."""
+
+    async def fetch(
+        self, engine: Engine, method: str, target: bytes, body: bytes, deadline_seconds: float
+    ) -> Fetched: ...
+
+
+class TokenCache:
+    """Least recently used token ids by digest of what they were made from, bounded by tokens."""
+
+    def __init__(self, capacity_tokens: int) -> None:
+        self._capacity_tokens = capacity_tokens
+        self._entries: OrderedDict[bytes, TokenIds] = OrderedDict()
+        self._tokens = 0
+
+    def get(self, digest: bytes) -> TokenIds | None:
+        found = self._entries.get(digest)
+        if found is not None:
+            self._entries.move_to_end(digest)
+        return found
+
+    def put(self, digest: bytes, tokens: TokenIds) -> None:
+        old = self._entries.pop(digest, None)
+        if old is not None:
+            self._tokens -= len(old)
+        self._entries[digest] = tokens
+        self._tokens += len(tokens)
+        while self._tokens > self._capacity_tokens:
+            _, dropped = self._entries.popitem(last=False)
+            self._tokens -= len(dropped)
+
+    def check_integrity(self) -> None:
+        assert self._tokens == sum(len(tokens) for tokens in self._entries.values())
+        assert self._tokens <= self._capacity_tokens
+
+
+def read_prompt(body: Mapping[str, Any]) -> TokenIds | Ask | NoTokens:
+    """Return the ids in the body, or what to ask the engine, or why neither is possible. Pure."""
+    if "messages" in body:
+        return _ask(body, CHAT_FIELDS)
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
+        prompt = prompt[0]
+    if isinstance(prompt, str):
+        return _ask({**body, "prompt": prompt}, COMPLETION_FIELDS)
+    if not isinstance(prompt, list) or not prompt:
+        return NoTokens.NO_PROMPT
+    if isinstance(prompt[0], (str, list)):
+        return NoTokens.MANY_PROMPTS
+    return token_ids(prompt) if _are_ids(prompt) else NoTokens.BAD_IDS
+
+
+def token_ids(ids: list[int]) -> TokenIds:
+    """Checked ids as an array that the hash builder packs without a copy."""
+    return np.asarray(ids, dtype=np.uint32)
+
+
+def _are_ids(values: list[Any]) -> bool:
+    return set(map(type, values)) == {int} and min(values) >= 0 and max(values) <= 0xFFFFFFFF
+
+
+def _ask(body: Mapping[str, Any], fields: tuple[str, ...]) -> Ask:
+    wanted = {name: body[name] for name in ("model", *fields) if body.get(name) is not None}
+    packed = json.dumps(wanted, separators=(",", ":"), sort_keys=False).encode()
+    return Ask(packed, blake3.blake3(packed).digest())
+
+
+def read_answer(fetched: Fetched) -> TokenIds | NoTokens:
+    """Check an engine's answer to /tokenize. Pure."""
+    if fetched.status != 200:
+        return NoTokens.ENGINE_REFUSED
+    try:
+        answer = json.loads(fetched.body)
+    except (ValueError, RecursionError):
+        return NoTokens.BAD_IDS
+    ids = answer.get("tokens") if isinstance(answer, dict) else None
+    if not isinstance(ids, list) or (ids and not _are_ids(ids)):
+        return NoTokens.BAD_IDS
+    return token_ids(ids)
+
+
+class Tokenizer:
+    """Token ids of requests, remembered."""
+
+    def __init__(self, client: Fetcher, cache: TokenCache, deadline_seconds: float) -> None:
+        self._client = client
+        self._cache = cache
+        self._deadline_seconds = deadline_seconds
+
+    async def tokens(self, body: Mapping[str, Any], engine: Engine) -> TokenIds | NoTokens:
+        """Return the ids of the body's prompt, as `engine` makes them. Never raises for it."""
+        prompt = read_prompt(body)
+        if not isinstance(prompt, Ask):
+            return prompt
+        known = self._cache.get(prompt.digest)
+        if known is not None:
+            return known
+        try:
+            fetched = await self._client.fetch(
+                engine, "POST", b"/tokenize", prompt.body, self._deadline_seconds
+            )
+        except UpstreamError:
+            return NoTokens.ENGINE_FAILED
+        answer = read_answer(fetched)
+        if not isinstance(answer, NoTokens):
+            self._cache.put(prompt.digest, answer)
+        return answer
