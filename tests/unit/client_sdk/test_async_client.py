@@ -118,12 +118,17 @@ async def test_lost_session_fails_all_calls_in_flight_and_the_next_reconnects(
     await store(client, HASHES)
     lease = await client.acquire(HASHES)
     daemon.incarnation = 2
-    daemon.faults[Method.PROBE] = lambda frame: daemon.hang_up()
+
+    def hang_up_at_the_fifth(frame: bytes) -> None:
+        if daemon.seen.count(Method.PROBE) == 5:
+            daemon.faults.clear()
+            daemon.hang_up()
+
+    daemon.faults[Method.PROBE] = hang_up_at_the_fifth
     results = await asyncio.gather(
         *(client.probe(HASHES) for _ in range(5)), return_exceptions=True
     )
-    assert all(isinstance(result, UnavailableError) for result in results)
-    daemon.faults.clear()
+    assert all(isinstance(result, UnavailableError) for result in results), results
     assert (await client.probe(HASHES)).hit_blocks == 8
     assert (client.incarnation, client.node_id, client.counters.reconnects) == (2, "fake", 1)
     with pytest.raises(StaleIncarnationError):
