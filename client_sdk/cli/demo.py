@@ -113,7 +113,7 @@ def with_reference(plan: ClusterPlan) -> ClusterPlan:
     endpoint = plan.run_dir / f"{REFERENCE}.json"
     own = (
         f"engine.engine_id={REFERENCE}",
-        "engine.socket_path=",
+        "engine.socket_path=''",
         "engine.prefix_cache=false",
         f"engine.port={choose_port()}",
         f"engine.endpoint_file={endpoint}",
