@@ -38,8 +38,10 @@ class NodeView:
         """Blocks found over blocks asked for, since the daemon's start; None before any request."""
         if self.daemon is None:
             return None
-        asked = self.daemon.counters.get("acquired_blocks_asked", 0.0)
-        return self.daemon.counters.get("acquired_blocks_hit", 0.0) / asked if asked else None
+        counters = self.daemon.counters
+        local = counters.get("hit_blocks_dram", 0.0) + counters.get("hit_blocks_ssd", 0.0)
+        asked = local + counters.get("missed_blocks", 0.0)  # some of these come from peers
+        return (local + counters.get("hit_blocks_peer", 0.0)) / asked if asked else None
 
 
 async def read_status(index_address: str) -> list[NodeView]:

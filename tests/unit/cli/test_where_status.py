@@ -118,3 +118,12 @@ def test_a_daemon_that_is_away_is_told_as_its_nodes_problem() -> None:
     text = io.StringIO()
     print_status(Console(file=text, width=160), "i", [NodeView(INDEXED, None, "daemon is away")])
     assert "daemon is away" in text.getvalue()
+
+
+def test_the_hit_rate_counts_what_peers_gave_among_the_missed() -> None:
+    counters = {"hit_blocks_dram": 4.0, "hit_blocks_ssd": 2.0, "missed_blocks": 4.0}
+    view = NodeView(INDEXED, replace(DAEMON, counters=counters), "")
+    assert view.hit_rate == 0.6
+    pulled = replace(DAEMON, counters=counters | {"hit_blocks_peer": 2.0})
+    assert NodeView(INDEXED, pulled, "").hit_rate == 0.8
+    assert NodeView(INDEXED, DAEMON, "").hit_rate is None
