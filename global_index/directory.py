@@ -197,9 +197,7 @@ class NodeDirectory:
         if node:
             return self._carry_out(node, node.ingest.on_snapshot_needed(message, now))
         self._sources[address].wants_snapshot = True
-        return (
-            StreamStep.SNAPSHOT if self.wants_snapshot(address, now) else StreamStep.CONTINUE
-        )
+        return StreamStep.SNAPSHOT if self.wants_snapshot(address, now) else StreamStep.CONTINUE
 
     def on_snapshot_started(self, address: str) -> None:
         source, node = self._sources[address], self._node_of(address)

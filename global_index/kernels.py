@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numba
 import numpy as np
@@ -24,6 +24,8 @@ I64 = npt.NDArray[np.int64]
 F = TypeVar("F", bound=Callable[..., Any])
 Word = Any
 """A uint64: a key, a slot's holders, a mask."""
+Int = Any
+"""An int64: a slot, a row, a holder, a count. (Numpy's scalar types are no `int` to mypy.)"""
 
 # state[...]: the numbers that a kernel changes beside the arrays.
 BLOCKS, FREE_ROWS, CHANGED, UNCHANGED, DROPPED = range(5)
@@ -43,28 +45,27 @@ for _n in range(64):
 def _compiled(function: F) -> F:
     """njit with an on-disk cache, or without one where no cache directory can be written."""
     try:
-        compiled: F = numba.njit(nogil=True, cache=True)(function)
+        return cast(F, numba.njit(nogil=True, cache=True)(function))
     except RuntimeError as error:
         logging.getLogger(__name__).warning(
             "kernels are compiled anew at each start (%s); set NUMBA_CACHE_DIR", error
         )
-        compiled = numba.njit(nogil=True)(function)
-    return compiled
+        return cast(F, numba.njit(nogil=True)(function))
 
 
 @_compiled
-def lowest_bit(mask: Word) -> Any:
+def lowest_bit(mask: Word) -> Int:
     """Number of the lowest set bit; mask is not 0."""
     return _BIT_NUMBER[((mask & (~mask + _1)) * _DE_BRUIJN) >> _58]
 
 
 @_compiled
-def home(key: Word, slots: int) -> Any:
+def home(key: Word, slots: Int) -> Int:
     return np.int64((((key * _MIX) >> _32) * np.uint64(slots)) >> _32)
 
 
 @_compiled
-def find(table: U64, key: Word) -> int:
+def find(table: U64, key: Word) -> Int:
     """Slot of `key`, or the empty slot where it would go."""
     slots = table.shape[0] >> 1
     slot = home(key, slots)
@@ -76,7 +77,7 @@ def find(table: U64, key: Word) -> int:
 
 
 @_compiled
-def erase(table: U64, hole: int) -> None:
+def erase(table: U64, hole: Int) -> None:
     """Empty a slot and shift back what had probed past it."""
     slots = table.shape[0] >> 1
     slot = hole
@@ -113,7 +114,7 @@ def rehash(old: U64, new: U64) -> None:
 
 
 @_compiled
-def tier_bits(rows: U64, value: Word, holder: int) -> Word:
+def tier_bits(rows: U64, value: Word, holder: Int) -> Word:
     """The tiers in which `holder` has the block whose holders are `value`."""
     if value & _LOW_WORD == _0:
         row = np.int64(value >> _16) - 1
@@ -134,7 +135,7 @@ def tier_bits(rows: U64, value: Word, holder: int) -> Word:
 
 
 @_compiled
-def put_in_row(rows: U64, row: int, holder: int, bits: Word) -> None:
+def put_in_row(rows: U64, row: Int, holder: Int, bits: Word) -> None:
     mark = _1 << np.uint64(holder & 63)
     for tier in range(TIERS):
         if (bits >> np.uint64(tier)) & _1 != _0:
@@ -142,7 +143,7 @@ def put_in_row(rows: U64, row: int, holder: int, bits: Word) -> None:
 
 
 @_compiled
-def count_row(rows: U64, row: int, enough: int) -> int:
+def count_row(rows: U64, row: Int, enough: Int) -> Int:
     """Holders in a row; counting stops once there are more than `enough`."""
     count = 0
     for word in range(rows.shape[2]):
@@ -156,7 +157,7 @@ def count_row(rows: U64, row: int, enough: int) -> int:
 
 
 @_compiled
-def row_inline(rows: U64, row: int) -> Word:
+def row_inline(rows: U64, row: Int) -> Word:
     """The inline form of a row with at most four holders."""
     value = _0
     for word in range(rows.shape[2]):
@@ -172,8 +173,8 @@ def row_inline(rows: U64, row: int) -> Word:
 @_compiled
 def store(
     table: U64, rows: U64, free_rows: I64, state: I64, digests: U64,
-    holder: int, tier: int, keys: U64, start: int, grow_at: int, capacity: int,
-) -> int:  # fmt: skip
+    holder: Int, tier: Int, keys: U64, start: Int, grow_at: Int, capacity: Int,
+) -> Int:  # fmt: skip
     """Add rows for keys[start:]; return where it stopped.
 
     Less than len(keys) means: make the table larger (state[BLOCKS] reached grow_at), or else add
@@ -236,7 +237,7 @@ def store(
 @_compiled
 def drop_bits(
     table: U64, rows: U64, free_rows: I64, state: I64, digests: U64,
-    slot: int, holder: int, bits: Word,
+    slot: Int, holder: Int, bits: Word,
 ) -> bool:  # fmt: skip
     """Take `bits` (all present) of `holder` off a slot. True when the slot was emptied."""
     key = table[2 * slot]
@@ -281,7 +282,7 @@ def drop_bits(
 @_compiled
 def remove(
     table: U64, rows: U64, free_rows: I64, state: I64, digests: U64,
-    holder: int, tier: int, keys: U64,
+    holder: Int, tier: Int, keys: U64,
 ) -> None:  # fmt: skip
     bit = _1 << np.uint64(tier)
     for i in range(keys.shape[0]):
@@ -300,8 +301,8 @@ def remove(
 @_compiled
 def sweep(
     table: U64, rows: U64, free_rows: I64, state: I64, digests: U64,
-    holder: int, tiers: int, slot: int, budget: int,
-) -> int:  # fmt: skip
+    holder: Int, tiers: Word, slot: Int, budget: Int,
+) -> Int:  # fmt: skip
     """Take `holder` off all slots from `slot` on, round the end; return where it stopped.
 
     Stops when the digests say that nothing is left, or after `budget` slots. A removal between
@@ -331,7 +332,7 @@ def sweep(
 
 
 @_compiled
-def walk(table: U64, rows: U64, keys: U64, out: I64, since: I64) -> int:
+def walk(table: U64, rows: U64, keys: U64, out: I64, since: I64) -> Int:
     """Leading runs of a chain: out[n] = (holder, hit, hbm, dram); return how many.
 
     Two gears. While blocks have bitmap rows the active set is a mask: each row is one AND, and

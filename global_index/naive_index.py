@@ -20,14 +20,15 @@ class NaiveIndex:
 
     def apply_stored(self, holder: Holder, tier: Tier, keys: Keys) -> Applied:
         changed = unchanged = dropped = 0
+        known = self._distinct()
         for key in keys.tolist():
-            known = self._distinct()
             if key == 0 or key in self._sets[holder, tier]:
                 unchanged += 1
             elif key not in known and len(known) >= self._capacity:
                 dropped += 1
             else:
                 self._sets[holder, tier].add(key)
+                known.add(key)
                 changed += 1
         return Applied(changed, unchanged, dropped)
 

@@ -1,0 +1,182 @@
+"""`GlobalIndex`: what a router embeds and what the service serves.
+
+Threading: one event loop owns everything. Kernels are short (a query: tens of microseconds, a
+batch of 65,536 events' keys: some milliseconds), so none is sent to a thread and none is locked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+
+from emberkv_proto.errors import ConfigError
+from emberkv_proto.events import Keys
+from emberkv_proto.types import NodeHit, NodeId
+from global_index.config import IndexSection
+from global_index.dict_index import DictIndex
+from global_index.directory import ChainTrace, NodeDirectory, NodeView
+from global_index.index import BlockIndex, TableSize
+from global_index.membership import Membership
+from global_index.subscriber import StreamCounts, Subscriber
+
+log = logging.getLogger(__name__)
+
+MAX_SNAPSHOTS = 4
+"""Fetched at the same time; more would only starve the queries."""
+
+RESTART_SECONDS = 1.0
+
+
+def open_index(section: IndexSection) -> BlockIndex:
+    """The index that `index.backend` names, compiled and warm. Takes seconds on a cold cache.
+
+    Raises:
+        ConfigError: backend is "numba" and Numba cannot be used.
+    """
+    if section.backend == "python":
+        return DictIndex(section.capacity_blocks)
+    try:
+        from global_index.memory_index import MemoryIndex, warm_kernels
+
+        warm_kernels()
+    except (ImportError, OSError, RuntimeError) as error:
+        if section.backend == "numba":
+            raise ConfigError(
+                f"index.backend is numba, but it cannot be used: {error}; set it to python"
+            ) from error
+        log.warning("numba cannot be used (%s): the slower python index serves", error)
+        return DictIndex(section.capacity_blocks)
+    return MemoryIndex(section.capacity_blocks)
+
+
+class GlobalIndex:
+    """Index, ingest, membership and one subscriber per daemon, behind one object.
+
+    Use as `async with GlobalIndex(section) as index:`. Queries answer at any time; with no node
+    known, or all away, they answer nothing.
+    """
+
+    def __init__(
+        self,
+        section: IndexSection,
+        *,
+        name: str = "index",
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self._section = section
+        self._name = name
+        self._clock = clock
+        self._wall = wall
+        self._index = open_index(section)
+        membership = Membership(section.suspect_seconds, section.gone_seconds)
+        self._directory = NodeDirectory(self._index, membership)
+        self._snapshot_gate = asyncio.Semaphore(MAX_SNAPSHOTS)
+        self._subscribers: dict[str, Subscriber] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._ticker: asyncio.Task[None] | None = None
+        self.faults = 0
+        """Restarts of a task after an error that nobody foresaw."""
+
+    async def start(self) -> None:
+        """Begin to follow `index.nodes`. Returns at once; rows arrive as daemons answer."""
+        self._ticker = asyncio.create_task(self._supervise("ticker", self._tick_for_ever))
+        for address in self._section.nodes:
+            self.subscribe(address)
+
+    async def stop(self) -> None:
+        """End all tasks; rows stay and can still be asked for."""
+        tasks = [*self._tasks.values()] + ([self._ticker] if self._ticker else [])
+        self._tasks.clear()
+        self._subscribers.clear()
+        self._ticker = None
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def __aenter__(self) -> GlobalIndex:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    def subscribe(self, address: str) -> None:
+        """Follow a daemon; one that is followed already goes on as it is."""
+        if address in self._tasks:
+            return
+        self._directory.add_source(address)
+        subscriber = Subscriber(
+            address,
+            self._directory,
+            self._snapshot_gate,
+            name=self._name,
+            message_seconds=max(1.0, 2 * self._section.suspect_seconds),
+            clock=self._clock,
+            wall=self._wall,
+        )
+        self._subscribers[address] = subscriber
+        self._tasks[address] = asyncio.create_task(self._supervise(address, subscriber.run))
+
+    async def unsubscribe(self, address: str) -> None:
+        """Follow a daemon no longer. Its node fades as if silent, unless another address has it."""
+        self._directory.remove_source(address)
+        self._subscribers.pop(address, None)
+        task = self._tasks.pop(address, None)
+        if task:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def remove_node(self, node_id: NodeId) -> None:
+        """Take a node out, by order: no answer names it from now on, not even if it calls again.
+
+        A newer incarnation brings it back if its address is subscribed to again, `readmit` the
+        same one too.
+        """
+        for address in self._directory.remove_node(node_id):
+            await self.unsubscribe(address)
+
+    def readmit(self, node_id: NodeId) -> None:
+        self._directory.readmit(node_id)
+
+    def query(self, keys: Keys) -> list[NodeHit]:
+        """Leading runs of a chain on the nodes that are OK, longest first. Never waits."""
+        return self._directory.query(keys)
+
+    def explain(self, keys: Keys) -> list[ChainTrace]:
+        """Each node's run and the tiers of each block; nodes left out of answers included."""
+        return self._directory.explain(keys)
+
+    def nodes(self) -> list[NodeView]:
+        """All known nodes and their engines."""
+        return self._directory.nodes(self._clock())
+
+    def size(self) -> TableSize:
+        return self._index.size()
+
+    def streams(self) -> dict[str, StreamCounts]:
+        """How each address's connection fares."""
+        return {address: sub.counts for address, sub in self._subscribers.items()}
+
+    def check_integrity(self) -> None:
+        self._directory.check_integrity()
+
+    async def _tick_for_ever(self) -> None:
+        while True:
+            self._directory.tick(self._clock())
+            while self._directory.sweep():
+                await asyncio.sleep(0)
+            await asyncio.sleep(min(0.25, self._section.suspect_seconds / 4))
+
+    async def _supervise(self, name: str, run: Callable[[], Awaitable[None]]) -> None:
+        """Start a task's work again after a fault of ours, loudly: one node is not all nodes."""
+        while True:
+            try:
+                await run()
+                return
+            except Exception:
+                self.faults += 1
+                log.exception("%s failed and starts again", name)
+                await asyncio.sleep(RESTART_SECONDS)

@@ -1,0 +1,89 @@
+"""gRPC service Index over a `GlobalIndex`: convert, call, convert back."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+
+from client_sdk.index_client import CHANNEL_OPTIONS, ERROR_METADATA_KEY
+from emberkv_proto.convert import digest_to_wire, engine_to_wire, hit_to_wire, keys_from_wire
+from emberkv_proto.errors import EmberError, InvalidRequestError, PreflightError
+from emberkv_proto.v1 import index_pb2, index_pb2_grpc
+from emberkv_proto.wire import MAX_BLOCKS_PER_CALL
+from global_index.directory import NodeView
+from global_index.embedded import GlobalIndex
+
+log = logging.getLogger(__name__)
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+_STATUS = {status.value[0]: status for status in grpc.StatusCode}
+
+
+class IndexServicer(index_pb2_grpc.IndexServicer):
+    """`observe` gets the seconds that each query took."""
+
+    def __init__(self, index: GlobalIndex, observe: Callable[[float], None]) -> None:
+        self._index = index
+        self._observe = observe
+
+    async def Query(  # noqa: N802
+        self, request: index_pb2.QueryRequest, context: _Context
+    ) -> index_pb2.QueryResponse:
+        try:
+            keys = keys_from_wire(request.keys)
+            if keys.size > MAX_BLOCKS_PER_CALL:
+                raise InvalidRequestError(
+                    f"a chain of {keys.size} blocks; at most {MAX_BLOCKS_PER_CALL} can be asked for"
+                )
+        except EmberError as error:
+            await context.abort(
+                _STATUS[error.code], str(error), ((ERROR_METADATA_KEY, type(error).__name__),)
+            )
+        began = time.perf_counter()
+        hits = self._index.query(keys)
+        self._observe(time.perf_counter() - began)
+        return index_pb2.QueryResponse(hits=[hit_to_wire(hit) for hit in hits])
+
+    async def Nodes(  # noqa: N802
+        self, request: index_pb2.NodesRequest, context: _Context
+    ) -> index_pb2.NodesResponse:
+        return index_pb2.NodesResponse(nodes=[_view_to_wire(view) for view in self._index.nodes()])
+
+
+def _view_to_wire(view: NodeView) -> index_pb2.NodeState:
+    return index_pb2.NodeState(
+        node_id=view.node_id,
+        incarnation=view.incarnation,
+        seq=view.seq,
+        state=view.liveness.value,
+        exactness=view.exactness.value,
+        grpc_address=view.grpc_address,
+        tiers=[digest_to_wire(digest) for digest in view.tiers],
+        engines=[engine_to_wire(engine) for engine in view.engines],
+        lag_seconds=view.lag_seconds,
+        gaps=view.counts.gaps,
+        snapshots=view.counts.snapshots,
+    )
+
+
+async def start_server(
+    index: GlobalIndex, host: str, port: int, observe: Callable[[float], None]
+) -> tuple[grpc.aio.Server, int]:
+    """Serve on host:port (0 picks one); return the server and its port.
+
+    Raises PreflightError when the port is taken. A router that embeds the index serves the same.
+    """
+    server = grpc.aio.server(options=(*CHANNEL_OPTIONS, ("grpc.so_reuseport", 0)))
+    index_pb2_grpc.add_IndexServicer_to_server(IndexServicer(index, observe), server)
+    try:
+        bound = server.add_insecure_port(f"{host}:{port}")
+    except RuntimeError as error:
+        raise PreflightError(
+            f"cannot listen on {host}:{port}; set index.host or index.port"
+        ) from error
+    await server.start()
+    return server, bound
