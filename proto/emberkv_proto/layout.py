@@ -130,7 +130,7 @@ class Namespace:
             namespace = Namespace(**{**fields, "groups": groups})
         except InvalidRequestError:
             raise
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise InvalidRequestError(f"namespace JSON is not valid: {error}") from error
         _check_types(namespace)
         return namespace

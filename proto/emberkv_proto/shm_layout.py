@@ -148,6 +148,8 @@ class SlotHeader:
     def unpack(raw: bytes | memoryview) -> SlotHeader:
         """Raises CorruptionError unless magic, state and crc hold."""
         body = bytes(raw[: _SLOT.size])
+        if len(raw) < _SLOT.size + _CRC.size:
+            raise CorruptionError(f"slot header: only {len(raw)} bytes")
         state = _STATE.unpack_from(body, STATE_OFFSET)[0]
         _check_crc(body[:STATE_OFFSET] + bytes(4) + body[8:], raw, "slot header")
         magic, _, length, checksum, generation, _, _, block_hash, parent = _SLOT.unpack(body)

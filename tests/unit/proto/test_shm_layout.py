@@ -1,0 +1,102 @@
+"""Headers in the pool file: what is packed comes back, and no flipped byte passes."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from emberkv_proto.errors import CorruptionError
+from emberkv_proto.shm_layout import (
+    ALIGNMENT,
+    EXTENT_HEADER_BYTES,
+    SLOT_HEADER_BYTES,
+    STATE_OFFSET,
+    ExtentHeader,
+    PoolHeader,
+    SlotHeader,
+    SlotState,
+    align_up,
+    pack_state,
+    slots_offset,
+    slots_per_extent,
+)
+from emberkv_proto.types import BlockHash, NamespaceId
+
+POOL = PoolHeader(64 << 20, 16, 7, b"b" * 16, b"n" * 16)
+EXTENT = ExtentHeader(NamespaceId(b"i" * 16), 3, 100_000, 102_400, 40, 9)
+SLOT = SlotHeader(SlotState.STAGED, BlockHash(b"h" * 32), BlockHash(b"p" * 32), 1000, 2**64 - 1, 9)
+HEADERS = [POOL, EXTENT, SLOT]
+
+
+@pytest.mark.parametrize("header", HEADERS, ids=lambda header: type(header).__name__)
+def test_header_comes_back_as_it_was_packed_and_fits_its_place(header: PoolHeader) -> None:
+    raw = header.pack()
+    assert len(raw) <= SLOT_HEADER_BYTES
+    assert type(header).unpack(raw) == header
+    assert type(header).unpack(memoryview(raw + bytes(500))) == header
+
+
+def test_slot_without_a_parent_comes_back_without_one() -> None:
+    first = SlotHeader(SlotState.COMMITTED, BlockHash(b"h" * 32), None, 1, 0, 0)
+    assert SlotHeader.unpack(first.pack()) == first
+
+
+@pytest.mark.parametrize("header", HEADERS, ids=lambda header: type(header).__name__)
+def test_every_flipped_bit_outside_the_state_word_is_found(header: PoolHeader) -> None:
+    raw = header.pack()
+    state_word = range(STATE_OFFSET, STATE_OFFSET + 4) if header is SLOT else range(0)
+    for i in range(len(raw)):
+        for bit in range(8):
+            flipped = bytearray(raw)
+            flipped[i] ^= 1 << bit
+            if i in state_word:
+                continue
+            with pytest.raises(CorruptionError):
+                type(header).unpack(bytes(flipped))
+
+
+def test_state_word_alone_turns_a_staged_slot_into_a_committed_one() -> None:
+    raw = bytearray(SLOT.pack())
+    for state in SlotState:
+        raw[STATE_OFFSET : STATE_OFFSET + 4] = pack_state(state)
+        assert SlotHeader.unpack(bytes(raw)).state is state
+    for unknown in (3, 255, 2**31):
+        raw[STATE_OFFSET : STATE_OFFSET + 4] = unknown.to_bytes(4, "little")
+        with pytest.raises(CorruptionError):
+            SlotHeader.unpack(bytes(raw))
+
+
+@pytest.mark.parametrize("kind", [PoolHeader, ExtentHeader, SlotHeader])
+@pytest.mark.parametrize("raw", [b"", bytes(8), bytes(4096), b"\xff" * 4096])
+def test_short_empty_and_noisy_memory_is_no_header(kind: type[PoolHeader], raw: bytes) -> None:
+    with pytest.raises(CorruptionError):
+        kind.unpack(raw)
+
+
+def test_headers_are_not_taken_for_each_other() -> None:
+    for header in HEADERS:
+        for kind in (PoolHeader, ExtentHeader, SlotHeader):
+            if kind is not type(header):
+                with pytest.raises(CorruptionError):
+                    kind.unpack(header.pack() + bytes(4096))
+
+
+@given(st.binary(min_size=SLOT_HEADER_BYTES, max_size=SLOT_HEADER_BYTES))
+def test_random_bytes_are_no_slot(raw: bytes) -> None:
+    with pytest.raises(CorruptionError):
+        SlotHeader.unpack(raw)
+
+
+@given(st.integers(16, 1 << 15).map(lambda pages: pages * ALIGNMENT), st.integers(1, 1 << 27))
+def test_slots_of_an_extent_are_aligned_and_as_many_as_fit(
+    extent_bytes: int, payload_bytes: int
+) -> None:
+    count, slot = slots_per_extent(extent_bytes, payload_bytes), align_up(payload_bytes)
+    assert slot % ALIGNMENT == 0
+    assert 0 <= slot - payload_bytes < ALIGNMENT
+    if count:
+        assert slots_offset(count) % ALIGNMENT == 0
+        assert slots_offset(count) >= EXTENT_HEADER_BYTES + count * SLOT_HEADER_BYTES
+        assert slots_offset(count) + count * slot <= extent_bytes
+    assert slots_offset(count + 1) + (count + 1) * slot > extent_bytes
