@@ -25,7 +25,7 @@ TRIM_BLOCKS = 256
 class Holdings:
     """What the node holds. `counters` are monotonic and named as they are exported."""
 
-    def __init__(self, config: DramSection, pool: Pool, sink: EventSink) -> None:
+    def __init__(self, config: DramSection, pool: Pool) -> None:
         self.pool = pool
         self.queue = EvictionQueue()
         self.catalog = BlockCatalog(self.queue.offer)
@@ -35,7 +35,8 @@ class Holdings:
         self.on_resident: Callable[[Block], None] = lambda block: None
         """Told of each block that has become resident in DRAM."""
         self._config = config
-        self._sink = sink
+        self.sink: EventSink | None = None
+        """Where events go; set before the first block."""
 
     # ---- room ----
 
@@ -128,8 +129,11 @@ class Holdings:
 
     def publish(self) -> None:
         """Hand the recorded events to the sink, in order."""
-        for event in self.catalog.drain_events():
-            self._sink.emit(event)
+        events = self.catalog.drain_events()
+        if events:
+            assert self.sink is not None, "a change before there is somebody to tell"
+            for event in events:
+                self.sink.emit(event)
 
     def check_integrity(self) -> None:
         self.catalog.check_integrity()

@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from emberkv_proto.errors import (
     DrainingError,
@@ -38,65 +38,17 @@ from store_daemon.leases import PEERS as PEERS
 from store_daemon.leases import Lease, LeaseId, SessionId
 from store_daemon.lending import Lender, LendingTimes
 from store_daemon.local_index import LocalIndex
-from store_daemon.ports import EventSink, PeerGrant, PoolRange, Puller
+from store_daemon.ports import EventSink, PeerGrant, Puller, PullRoom
+from store_daemon.sessions import Probed, Session, Staged, StagedPart
+from store_daemon.staged_run import StagedRun
 from store_daemon.tiers.pool import Pool
-from store_daemon.tiers.slots import SizeClass, Slot
+from store_daemon.tiers.slots import Slot
 from store_daemon.tiers.ssd import SsdTier
 from store_daemon.writeback import WritebackQueue
 
 log = logging.getLogger(__name__)
 TICK_SECONDS = 0.1
 MAX_NAMESPACES = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class StagedPart:
-    """One part that a session is writing."""
-
-    block: Block
-    slot: Slot
-
-
-@dataclass(eq=False, slots=True)
-class Session:
-    """An engine rank's (or an operator's) connection, and what it borrows."""
-
-    id: SessionId
-    client: str
-    namespace: StoredNamespace | None
-    part: int
-    engine: EngineInfo | None
-    stages: dict[int, dict[BlockHash, StagedPart]] = field(default_factory=dict)
-
-    @property
-    def own(self) -> StoredNamespace:
-        """The session's namespace. Raises InvalidRequestError in an operator's session."""
-        if self.namespace is None:
-            raise InvalidRequestError(
-                "an operator's session has no namespace; it may ask STATUS, CHECK and DRAIN only"
-            )
-        return self.namespace
-
-    @property
-    def part_bytes(self) -> int:
-        return self.own.size_classes[self.part].payload_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Staged:
-    """Answer to a stage call, block by block. `stage_id` is 0 when nothing was granted."""
-
-    stage_id: int
-    states: bytes
-    offsets: list[int]
-
-
-@dataclass(frozen=True, slots=True)
-class Probed:
-    """Usable prefix, and per asked block a bit `1 << Tier` for each tier that holds it."""
-
-    hit_blocks: int
-    tiers: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +63,8 @@ class TierState:
 class BlockStore:
     """Implements `ports.Residency`, `ports.PeerStore` and `ports.PullTarget`.
 
-    Build it inside the running loop, `recover()`, then `start()`; `close()` ends it. The pool, the
-    SSD tier and the index stay the caller's to close afterwards.
+    Build it inside the running loop, `set_sink`, `recover`, then `start`; `close` ends it. The
+    pool, the SSD tier and the index stay the caller's to close afterwards.
     """
 
     def __init__(
@@ -121,10 +73,9 @@ class BlockStore:
         pool: Pool,
         index: LocalIndex,
         ssd: SsdTier | None,
-        sink: EventSink,
         clock: Callable[[], float],
     ) -> None:
-        self.holdings = Holdings(settings.dram, pool, sink)
+        self.holdings = Holdings(settings.dram, pool)
         self.holdings.on_resident = self._became_resident
         self.sessions: dict[SessionId, Session] = {}
         self.is_draining = False
@@ -153,9 +104,6 @@ class BlockStore:
         self._is_trimming = False
 
     # ---- life ----
-
-    def accepts(self, size_class: SizeClass) -> bool:
-        return knows(self._namespaces, size_class)
 
     def recover(self) -> None:
         """Take over what earlier lives left in the pool and on SSD; announces it as stored."""
@@ -216,11 +164,14 @@ class BlockStore:
             if isinstance(result, Exception):
                 log.error("a task of the store failed", exc_info=result)
         await self.lender.promoter.settle()
-        for slots in self._limbo:
-            self.holdings.pool.give_back(slots[1])
+        self.holdings.give_back(slot for _, slot in self._limbo)
         self._limbo.clear()
         self._readers.shutdown()
         self._writer.shutdown()
+
+    def set_sink(self, sink: EventSink) -> None:
+        """Where events go. Set it before `recover`."""
+        self.holdings.sink = sink
 
     def set_puller(self, puller: Puller | None) -> None:
         """Peers to bring missing blocks from; None: there are none."""
@@ -383,7 +334,7 @@ class BlockStore:
         for lease_id in lease_ids:
             try:
                 self.lender.release(session.id, LeaseId(lease_id))
-            except LeaseExpiredError:
+            except LeaseExpiredError:  # noqa: PERF203
                 continue
             except UnknownLeaseError as error:
                 unknown = error
@@ -444,7 +395,7 @@ class BlockStore:
 
     def allot(
         self, namespace: Namespace, parent: BlockHash | None, hashes: Sequence[BlockHash]
-    ) -> StagedRun:
+    ) -> PullRoom:
         """Stage the leading blocks that are nowhere here yet and for which there is room."""
         own = self._enter_namespace(namespace)
         run = StagedRun(self.holdings)
@@ -609,57 +560,6 @@ class BlockStore:
             if block.in_dram and not block.is_verified:
                 self.lender.promoter.bring(block)
                 await self.lender.promoter.settle()
-
-
-class StagedRun:
-    """Implements `ports.PullRoom` over staged slots."""
-
-    def __init__(self, holdings: Holdings) -> None:
-        self.ranges: list[list[PoolRange]] = []
-        self._holdings = holdings
-        self._blocks: list[Block] = []
-        self._slots: list[list[Slot] | None] = []
-        """Per block its slots; None once landed."""
-
-    def add(
-        self,
-        namespace: StoredNamespace,
-        block_hash: BlockHash,
-        parent: BlockHash | None,
-        slots: list[Slot],
-        access: int,
-    ) -> None:
-        for part in range(namespace.parts):
-            block = self._holdings.catalog.begin_part(namespace, block_hash, parent, part)
-        block.access = access
-        self._blocks.append(block)
-        self._slots.append(slots)
-        self.ranges.append([PoolRange(slot.offset, slot.payload_bytes) for slot in slots])
-
-    def land(self, block: int, checksums: Sequence[int]) -> None:
-        slots = self._slots[block]
-        if slots is None or len(checksums) != len(slots):
-            raise InvalidRequestError(f"block {block} of a pull landed twice or with wrong parts")
-        self._slots[block] = None
-        for part, (slot, checksum) in enumerate(zip(slots, checksums, strict=True)):
-            self._holdings.commit_part(self._blocks[block], part, slot, checksum)
-        self._holdings.counters["pulled_blocks"] += 1
-        self._holdings.publish()
-
-    def close(self) -> None:
-        for number, slots in enumerate(self._slots):
-            if slots is not None:
-                self._slots[number] = None
-                for part in range(len(slots)):
-                    self._holdings.abort_part(self._blocks[number], part)
-                self._holdings.give_back(slots)
-        self._holdings.publish()
-
-
-def knows(namespaces: dict[NamespaceId, StoredNamespace], size_class: SizeClass) -> bool:
-    """Whether a size class found in a pool file is one of a known namespace."""
-    namespace = namespaces.get(size_class.namespace_id)
-    return namespace is not None and size_class in namespace.size_classes
 
 
 def _state_of(block: Block, namespace: StoredNamespace, part: int, part_bit: int) -> StageState:

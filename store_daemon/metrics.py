@@ -1,0 +1,203 @@
+"""Prometheus metrics of the daemon, and the small HTTP server that shows them.
+
+Values are read from the store when they are asked for; nothing is counted twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.registry import Collector
+
+from emberkv_proto.errors import UnavailableError
+from emberkv_proto.types import Tier
+from store_daemon.catalog import STORED_TIERS
+from store_daemon.store import BlockStore
+
+log = logging.getLogger(__name__)
+REQUEST_SECONDS = 5.0
+COUNTERS = {
+    "hit_blocks_dram": ("hit_blocks", {"source": "dram"}),
+    "hit_blocks_ssd": ("hit_blocks", {"source": "ssd"}),
+    "hit_blocks_peer": ("hit_blocks", {"source": "peer"}),
+    "missed_blocks": ("missed_blocks", {}),
+    "evicted_blocks": ("evicted_blocks", {"to": "nowhere"}),
+    "demoted_blocks": ("evicted_blocks", {"to": "ssd"}),
+    "promoted_blocks": ("promoted_blocks", {}),
+    "moved_extents": ("moved_extents", {}),
+    "staged_granted": ("staged_blocks", {"result": "granted"}),
+    "staged_present": ("staged_blocks", {"result": "present"}),
+    "staged_in_progress": ("staged_blocks", {"result": "in_progress"}),
+    "staged_no_space": ("staged_blocks", {"result": "no_space"}),
+    "no_space_promotions": ("no_space", {"while": "promotion"}),
+    "no_space_pulls": ("no_space", {"while": "pull"}),
+    "committed_parts": ("committed_parts", {}),
+    "corrupt_blocks": ("corrupt_blocks", {}),
+    "ssd_read_errors": ("ssd_read_errors", {}),
+    "writeback_blocks": ("writeback_blocks", {"result": "written"}),
+    "writeback_skipped_blocks": ("writeback_blocks", {"result": "skipped"}),
+    "writeback_failed_blocks": ("writeback_blocks", {"result": "failed"}),
+    "expired_leases": ("expired_leases", {}),
+    "pulled_blocks": ("pulled_blocks", {}),
+    "failed_pulls": ("failed_pulls", {}),
+    "peer_granted_blocks": ("peer_granted_blocks", {}),
+    "recovered_blocks_dram": ("recovered_blocks", {"tier": "dram"}),
+    "recovered_blocks_ssd": ("recovered_blocks", {"tier": "ssd"}),
+}
+"""Counter of the store -> metric (without prefix and suffix) and labels."""
+PREFIX = "emberkv_store_"
+
+
+class StoreCollector(Collector):
+    """Reads a store on demand. Called on the store's loop."""
+
+    def __init__(self, store: BlockStore, seq: Callable[[], int]) -> None:
+        self._store = store
+        self._seq = seq
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._tiers()
+        yield from self._counts()
+        store = self._store
+        gauges = {
+            "leases": ("Leases that are held.", len(store.lender.leases)),
+            "sessions": ("Open sessions.", len(store.sessions)),
+            "staged_parts": ("Parts that sessions are writing.", store.staged_blocks),
+            "moves_in_flight": (
+                "Blocks on their way from SSD to DRAM.",
+                store.lender.promoter.in_flight,
+            ),
+            "writeback_queue_blocks": (
+                "Blocks waiting for their SSD copy.",
+                len(store.writeback) if store.writeback is not None else 0,
+            ),
+            "event_seq": ("Number of the newest event.", self._seq()),
+            "draining": ("1 while the daemon takes no new work.", int(store.is_draining)),
+        }
+        for name, (text, value) in gauges.items():
+            yield GaugeMetricFamily(PREFIX + name, text, value=value)
+        yield CounterMetricFamily(
+            PREFIX + "hole_blocks",
+            "Blocks that came while their parent was in no tier.",
+            value=store.holdings.catalog.holes,
+        )
+
+    def _tiers(self) -> Iterator[Metric]:
+        blocks = GaugeMetricFamily(PREFIX + "blocks", "Resident blocks.", labels=["tier"])
+        used = GaugeMetricFamily(PREFIX + "used_bytes", "Bytes taken.", labels=["tier"])
+        capacity = GaugeMetricFamily(PREFIX + "capacity_bytes", "Bytes there are.", labels=["tier"])
+        is_ok = GaugeMetricFamily(
+            PREFIX + "tier_ok", "1 when the tier works, 0 when degraded or off.", labels=["tier"]
+        )
+        unconserved = GaugeMetricFamily(
+            PREFIX + "unconserved_blocks",
+            "stored - removed - resident; anything but 0 is a bug.",
+            labels=["tier"],
+        )
+        for state in self._store.tier_states():
+            labels = [state.tier.name.lower()]
+            blocks.add_metric(labels, state.blocks)
+            used.add_metric(labels, state.used_bytes)
+            capacity.add_metric(labels, state.capacity_bytes)
+            is_ok.add_metric(labels, state.state == "ok")
+            ledger = self._store.holdings.catalog.ledgers[state.tier]
+            unconserved.add_metric(labels, ledger.stored - ledger.removed - ledger.blocks)
+        yield from (blocks, used, capacity, is_ok, unconserved)
+
+    def _counts(self) -> Iterator[Metric]:
+        families: dict[str, CounterMetricFamily] = {}
+        counters = self._store.holdings.counters
+        for counter, (name, labels) in COUNTERS.items():
+            family = families.get(name)
+            if family is None:
+                text = name.replace("_", " ").capitalize() + " since the daemon started."
+                family = CounterMetricFamily(PREFIX + name, text, labels=list(labels))
+                families[name] = family
+            family.add_metric(list(labels.values()), counters[counter])
+        for kind in ("stored", "removed"):
+            family = CounterMetricFamily(
+                f"{PREFIX}event_blocks_{kind}", f"Blocks in {kind} events.", labels=["tier"]
+            )
+            for tier in STORED_TIERS:
+                family.add_metric([tier.name.lower()], self._moved(tier, kind))
+            families[kind] = family
+        yield from families.values()
+
+    def _moved(self, tier: Tier, kind: str) -> int:
+        ledger = self._store.holdings.catalog.ledgers[tier]
+        return ledger.stored if kind == "stored" else ledger.removed
+
+
+class MetricsServer:
+    """HTTP: /metrics, /health (the loop turns), /ready (new sessions are taken)."""
+
+    def __init__(self, store: BlockStore, seq: Callable[[], int]) -> None:
+        self._store = store
+        self._registry = CollectorRegistry()
+        self._registry.register(StoreCollector(store, seq))
+        self._server: asyncio.AbstractServer | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self, host: str, port: int) -> str:
+        """Listen; return host:port. Raises UnavailableError."""
+        try:
+            self._server = await asyncio.start_server(self._serve, host, port)
+        except OSError as error:
+            raise UnavailableError(
+                f"cannot serve metrics on {host}:{port}: {error.strerror};"
+                " set daemon.metrics_port to a free one, or 0"
+            ) from None
+        bound: int = self._server.sockets[0].getsockname()[1]
+        return f"[{host}]:{bound}" if ":" in host else f"{host}:{bound}"
+
+    async def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        try:
+            request = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), REQUEST_SECONDS)
+            words = request.split(b"\r\n", 1)[0].split()
+            path = words[1].split(b"?")[0] if len(words) == 3 and words[0] == b"GET" else b""
+            writer.write(self._answer(path))
+            await asyncio.wait_for(writer.drain(), REQUEST_SECONDS)
+        except (
+            asyncio.IncompleteReadError,
+            asyncio.LimitOverrunError,
+            asyncio.TimeoutError,
+            ConnectionError,
+        ) as error:
+            log.debug("metrics request dropped: %r", error)
+        finally:
+            self._tasks.discard(task)
+            writer.close()
+
+    def _answer(self, path: bytes) -> bytes:
+        if path == b"/metrics":
+            return _response("200 OK", generate_latest(self._registry), CONTENT_TYPE_LATEST)
+        if path == b"/health":
+            return _response("200 OK", b"ok\n")
+        if path == b"/ready":
+            if self._store.is_draining:
+                return _response("503 Service Unavailable", b"draining\n")
+            return _response("200 OK", b"serving\n")
+        return _response("404 Not Found", b"try /metrics, /health or /ready\n")
+
+
+def _response(status: str, body: bytes, content_type: str = "text/plain") -> bytes:
+    head = (
+        f"HTTP/1.1 {status}\r\nContent-Type: {content_type}\r\n"
+        f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    )
+    return head.encode("ascii") + body

@@ -1,0 +1,304 @@
+"""The one servicer of local sessions and operators: convert, call, convert back."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from google.protobuf.message import DecodeError, Message
+
+from emberkv_proto import __version__
+from emberkv_proto.convert import (
+    engine_from_wire,
+    engine_to_wire,
+    hashes_from_wire,
+    parent_from_wire,
+    u64s_from_wire,
+    u64s_to_wire,
+)
+from emberkv_proto.errors import EmberError, InvalidRequestError, LayoutMismatchError
+from emberkv_proto.layout import Namespace
+from emberkv_proto.types import AcquirePolicy, Incarnation, NodeId
+from emberkv_proto.v1 import common_pb2, store_pb2
+from emberkv_proto.wire import METHODS, PROTOCOL, Method
+from store_daemon.config import DaemonSection
+from store_daemon.leases import Lease, LeaseId
+from store_daemon.sessions import Session
+from store_daemon.store import BlockStore
+
+MAX_CLIENT_CHARS = 256
+MAX_LEASES_PER_CALL = 65536
+
+
+@dataclass(frozen=True, slots=True)
+class NodeIdentity:
+    """What this life of the daemon says of itself."""
+
+    node_id: NodeId
+    incarnation: Incarnation
+
+
+class Servicer:
+    """Answers every method. Only `wait` awaits; all others run through in one go.
+
+    Args:
+        seq: number of the newest event.
+        on_engines: told when the set of announced engines changed.
+        on_drain: an operator asked the daemon to end.
+    """
+
+    def __init__(
+        self,
+        store: BlockStore,
+        identity: NodeIdentity,
+        settings: DaemonSection,
+        seq: Callable[[], int],
+        on_engines: Callable[[], None],
+        on_drain: Callable[[], None],
+    ) -> None:
+        self.store = store
+        self._identity = identity
+        self._settings = settings
+        self._seq = seq
+        self._on_engines = on_engines
+        self._on_drain = on_drain
+        self._started = time.monotonic()
+        self._calls: dict[Method, Callable[[Session, Message], Message]] = {
+            Method.PROBE: self._probe,
+            Method.ACQUIRE: self._acquire,
+            Method.RELEASE: self._release,
+            Method.STAGE: self._stage,
+            Method.COMMIT: self._commit,
+            Method.ABORT: self._abort,
+            Method.HEARTBEAT: self._heartbeat,
+            Method.PREFETCH: self._prefetch,
+            Method.STATUS: lambda session, request: self.status(),
+            Method.CHECK: lambda session, request: self.check(),
+            Method.DRAIN: self._drain,
+        }
+
+    # ---- sessions ----
+
+    def open_session(self, payload: bytes) -> Session:
+        """The session a HELLO asks for.
+
+        Raises:
+            InvalidRequestError, LayoutMismatchError: the client must change what it asks for.
+            DrainingError: no new sessions.
+        """
+        request = parse(Method.HELLO, payload)
+        assert isinstance(request, store_pb2.HelloRequest)
+        if request.protocol != PROTOCOL:
+            raise LayoutMismatchError(
+                f"client speaks protocol {request.protocol}, this daemon {PROTOCOL}; update one"
+            )
+        namespace = Namespace.from_json(request.namespace_json) if request.namespace_json else None
+        engine = engine_from_wire(request.engine) if request.HasField("engine") else None
+        client = request.client[:MAX_CLIENT_CHARS]
+        session = self.store.open_session(client, namespace, request.part, engine)
+        if engine is not None:
+            self._on_engines()
+        return session
+
+    def describe_session(self, session: Session) -> bytes:
+        """The answer to HELLO."""
+        namespace = session.namespace
+        return store_pb2.HelloResponse(
+            node_id=self._identity.node_id,
+            incarnation=self._identity.incarnation,
+            session_id=session.id,
+            namespace_id=namespace.id if namespace is not None else b"",
+            pool_bytes=self.store.holdings.pool.size_bytes,
+            part_bytes=session.part_bytes if namespace is not None else 0,
+            heartbeat_seconds=self._settings.heartbeat_seconds,
+            lease_seconds=self._settings.lease_seconds,
+            version=__version__,
+        ).SerializeToString()
+
+    def end_session(self, session: Session) -> None:
+        """The client hung up."""
+        self.store.end_session(session)
+        if session.engine is not None:
+            self._on_engines()
+
+    def cut_session(self, session: Session) -> None:
+        """We hung up on the client."""
+        self.store.cut_session(session)
+        if session.engine is not None:
+            self._on_engines()
+
+    # ---- calls ----
+
+    def call(self, session: Session, method: Method, payload: bytes) -> bytes:
+        """Answer any method but HELLO and WAIT. Raises EmberError."""
+        return self._calls[method](session, parse(method, payload)).SerializeToString()
+
+    async def wait(self, session: Session, payload: bytes) -> bytes:
+        """Answer WAIT. Raises EmberError."""
+        request = parse(Method.WAIT, payload)
+        assert isinstance(request, store_pb2.WaitRequest)
+        seconds = _seconds(request.timeout_seconds, "timeout_seconds")
+        lease = await self.store.wait(
+            session, LeaseId(request.lease_id), request.from_block, seconds
+        )
+        start = request.from_block
+        return store_pb2.WaitResponse(
+            usable_blocks=lease.usable,
+            ready_blocks=lease.ready,
+            offsets=_offsets(lease, session.part, start),
+            checksums=_checksums(lease, session.part, start),
+            sources=bytes(lease.sources[start : lease.ready]),
+        ).SerializeToString()
+
+    def status(self) -> store_pb2.StatusResponse:
+        store = self.store
+        return store_pb2.StatusResponse(
+            node_id=self._identity.node_id,
+            incarnation=self._identity.incarnation,
+            state=self.state,
+            uptime_seconds=time.monotonic() - self._started,
+            tiers=[
+                store_pb2.TierStatus(
+                    tier=int(state.tier),  # type: ignore[arg-type]
+                    capacity_bytes=state.capacity_bytes,
+                    used_bytes=state.used_bytes,
+                    blocks=state.blocks,
+                    state=state.state,
+                )
+                for state in store.tier_states()
+            ],
+            engines=[
+                engine_to_wire(session.engine)
+                for session in store.sessions.values()
+                if session.engine is not None
+            ],
+            sessions=len(store.sessions),
+            leases=len(store.lender.leases),
+            staged_blocks=store.staged_blocks,
+            seq=self._seq(),
+            counters={name: float(count) for name, count in store.holdings.counters.items()},
+            version=__version__,
+        )
+
+    def check(self) -> store_pb2.CheckResponse:
+        return store_pb2.CheckResponse(problems=self.store.problems())
+
+    @property
+    def state(self) -> str:
+        return "draining" if self.store.is_draining else "serving"
+
+    # ---- one method each ----
+
+    def _probe(self, session: Session, request: Message) -> Message:
+        assert isinstance(request, store_pb2.ProbeRequest)
+        probed = self.store.probe(session, hashes_from_wire(request.hashes))
+        return store_pb2.ProbeResponse(hit_blocks=probed.hit_blocks, tiers=probed.tiers)
+
+    def _acquire(self, session: Session, request: Message) -> Message:
+        assert isinstance(request, store_pb2.AcquireRequest)
+        lease = self.store.acquire(
+            session,
+            hashes_from_wire(request.hashes),
+            _policy(request.policy),
+            _seconds(request.deadline_seconds, "deadline_seconds"),
+        )
+        if lease is None:
+            return store_pb2.AcquireResponse()
+        return store_pb2.AcquireResponse(
+            lease_id=lease.id,
+            expires_in_seconds=self._settings.lease_seconds,
+            usable_blocks=lease.usable,
+            ready_blocks=lease.ready,
+            offsets=_offsets(lease, session.part, 0),
+            checksums=_checksums(lease, session.part, 0),
+            sources=bytes(lease.sources),
+        )
+
+    def _release(self, session: Session, request: Message) -> Message:
+        assert isinstance(request, store_pb2.ReleaseRequest)
+        if len(request.lease_ids) > MAX_LEASES_PER_CALL:
+            raise InvalidRequestError(f"release of {len(request.lease_ids)} leases in one call")
+        self.store.release(session, request.lease_ids)
+        return common_pb2.Empty()
+
+    def _stage(self, session: Session, request: Message) -> Message:
+        assert isinstance(request, store_pb2.StageRequest)
+        staged = self.store.stage(
+            session, hashes_from_wire(request.hashes), parent_from_wire(request.parent)
+        )
+        return store_pb2.StageResponse(
+            stage_id=staged.stage_id, states=staged.states, offsets=u64s_to_wire(staged.offsets)
+        )
+
+    def _commit(self, session: Session, request: Message) -> Message:
+        assert isinstance(request, store_pb2.CommitRequest)
+        committed = self.store.commit(
+            session,
+            request.stage_id,
+            hashes_from_wire(request.hashes),
+            u64s_from_wire(request.checksums),
+        )
+        return store_pb2.CommitResponse(committed_blocks=committed)
+
+    def _abort(self, session: Session, request: Message) -> Message:
+        assert isinstance(request, store_pb2.AbortRequest)
+        self.store.abort(session, request.stage_id)
+        return common_pb2.Empty()
+
+    def _heartbeat(self, session: Session, request: Message) -> Message:
+        self.store.heartbeat(session)
+        return store_pb2.HeartbeatResponse(draining=self.store.is_draining)
+
+    def _prefetch(self, session: Session, request: Message) -> Message:
+        assert isinstance(request, store_pb2.PrefetchRequest)
+        scheduled = self.store.prefetch(
+            session,
+            hashes_from_wire(request.hashes),
+            _seconds(request.deadline_seconds, "deadline_seconds"),
+        )
+        return store_pb2.PrefetchResponse(scheduled_blocks=scheduled)
+
+    def _drain(self, session: Session, request: Message) -> Message:
+        self._on_drain()
+        return common_pb2.Empty()
+
+
+def parse(method: Method, payload: bytes) -> Message:
+    """The request of a method. Raises InvalidRequestError when the bytes are not one."""
+    try:
+        return METHODS[method][0].FromString(payload)
+    except DecodeError as error:
+        raise InvalidRequestError(f"{method.name} request is malformed: {error}") from None
+
+
+def error_detail(error: EmberError) -> bytes:
+    return common_pb2.ErrorDetail(
+        code=error.code, type=type(error).__name__, message=str(error)
+    ).SerializeToString()
+
+
+def _policy(value: int) -> AcquirePolicy:
+    try:
+        return AcquirePolicy(value)
+    except ValueError:
+        raise InvalidRequestError(f"acquire policy {value} is unknown") from None
+
+
+def _seconds(value: float, name: str) -> float:
+    if not math.isfinite(value) or value < 0:
+        raise InvalidRequestError(f"{name} {value} must be a finite number, 0 or more")
+    return value
+
+
+def _offsets(lease: Lease, part: int, start: int) -> bytes:
+    return u64s_to_wire(
+        [block.slots[part].offset for block in lease.blocks[start : lease.ready]]  # type: ignore[union-attr]
+    )
+
+
+def _checksums(lease: Lease, part: int, start: int) -> bytes:
+    return u64s_to_wire(
+        [block.slots[part].checksum for block in lease.blocks[start : lease.ready]]  # type: ignore[union-attr]
+    )

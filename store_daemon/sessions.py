@@ -1,0 +1,61 @@
+"""A client's connection as the store sees it, and the answers it gets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from emberkv_proto.errors import InvalidRequestError
+from emberkv_proto.types import BlockHash, EngineInfo
+from store_daemon.catalog import Block, StoredNamespace
+from store_daemon.leases import SessionId
+from store_daemon.tiers.slots import Slot
+
+
+@dataclass(frozen=True, slots=True)
+class StagedPart:
+    """One part that a session is writing."""
+
+    block: Block
+    slot: Slot
+
+
+@dataclass(eq=False, slots=True)
+class Session:
+    """An engine rank's (or an operator's) connection, and what it borrows."""
+
+    id: SessionId
+    client: str
+    namespace: StoredNamespace | None
+    part: int
+    engine: EngineInfo | None
+    stages: dict[int, dict[BlockHash, StagedPart]] = field(default_factory=dict)
+
+    @property
+    def own(self) -> StoredNamespace:
+        """The session's namespace. Raises InvalidRequestError in an operator's session."""
+        if self.namespace is None:
+            raise InvalidRequestError(
+                "an operator's session has no namespace; it may ask STATUS, CHECK and DRAIN only"
+            )
+        return self.namespace
+
+    @property
+    def part_bytes(self) -> int:
+        return self.own.size_classes[self.part].payload_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """Answer to a stage call, block by block. `stage_id` is 0 when nothing was granted."""
+
+    stage_id: int
+    states: bytes
+    offsets: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """Usable prefix, and per asked block a bit `1 << Tier` for each tier that holds it."""
+
+    hit_blocks: int
+    tiers: bytes

@@ -1,0 +1,58 @@
+"""Room for blocks that come from a peer: staged slots that land or are given back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from emberkv_proto.errors import InvalidRequestError
+from emberkv_proto.types import BlockHash
+from store_daemon.catalog import Block, StoredNamespace
+from store_daemon.holdings import Holdings
+from store_daemon.ports import PoolRange
+from store_daemon.tiers.slots import Slot
+
+
+class StagedRun:
+    """Implements `ports.PullRoom` over staged slots."""
+
+    def __init__(self, holdings: Holdings) -> None:
+        self._ranges: list[Sequence[PoolRange]] = []
+        self.ranges: Sequence[Sequence[PoolRange]] = self._ranges
+        self._holdings = holdings
+        self._blocks: list[Block] = []
+        self._slots: list[list[Slot] | None] = []
+        """Per block its slots; None once landed."""
+
+    def add(
+        self,
+        namespace: StoredNamespace,
+        block_hash: BlockHash,
+        parent: BlockHash | None,
+        slots: list[Slot],
+        access: int,
+    ) -> None:
+        for part in range(namespace.parts):
+            block = self._holdings.catalog.begin_part(namespace, block_hash, parent, part)
+        block.access = access
+        self._blocks.append(block)
+        self._slots.append(slots)
+        self._ranges.append([PoolRange(slot.offset, slot.payload_bytes) for slot in slots])
+
+    def land(self, block: int, checksums: Sequence[int]) -> None:
+        slots = self._slots[block]
+        if slots is None or len(checksums) != len(slots):
+            raise InvalidRequestError(f"block {block} of a pull landed twice or with wrong parts")
+        self._slots[block] = None
+        for part, (slot, checksum) in enumerate(zip(slots, checksums, strict=True)):
+            self._holdings.commit_part(self._blocks[block], part, slot, checksum)
+        self._holdings.counters["pulled_blocks"] += 1
+        self._holdings.publish()
+
+    def close(self) -> None:
+        for number, slots in enumerate(self._slots):
+            if slots is not None:
+                self._slots[number] = None
+                for part in range(len(slots)):
+                    self._holdings.abort_part(self._blocks[number], part)
+                self._holdings.give_back(slots)
+        self._holdings.publish()
