@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from emberkv_proto.errors import (
     AccessDeniedError,
@@ -138,10 +138,9 @@ class Connection(asyncio.Protocol):
     # ---- asyncio.Protocol ----
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is one by shape only
         self._server.connections.add(self)
-        transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
+        self._transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
         self._peer = self._with_socket(_credentials)
         self._set_timer(HELLO_SECONDS, "no HELLO")
 
