@@ -16,7 +16,7 @@ import uvloop
 
 from client_sdk.settings import load_settings
 from emberkv_proto import __version__
-from emberkv_proto.errors import ConfigError
+from emberkv_proto.errors import ConfigError, PreflightError
 from router.app import Endpoint, Router, write_endpoint
 from router.config import RouterSettings
 from router.index_host import hosted_index
@@ -31,6 +31,7 @@ async def serve(settings: RouterSettings) -> None:
         loop.add_signal_handler(number, stop.set)
     async with hosted_index(settings.index) as index:
         router = Router(cfg, index.view, random.SystemRandom())
+        router.metrics.include(index.registry)
         async with router.running() as port:
             host = f"[{cfg.host}]" if ":" in cfg.host else cfg.host
             endpoint = Endpoint(f"http://{host}:{port}", index.address, os.getpid())
@@ -53,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             format="%(asctime)s %(levelname)s %(name)s %(message)s",
         )
         uvloop.run(serve(settings))
-    except (ConfigError, OSError) as error:
+    except (ConfigError, PreflightError, OSError) as error:
         print(f"router: {error}", file=sys.stderr)
         return 2
     return 0

@@ -75,7 +75,7 @@ class Router:
         add_static_engines(self.engines, cfg.engines, loop.time())
         self.tokens = TokenCache(cfg.tokenize_cache_tokens)
         preferences = Preferences(
-            cfg.near_best_fraction, cfg.least_loaded_candidates, cfg.tie_seconds
+            cfg.near_best_fraction, cfg.least_loaded_candidates, cfg.tie_seconds, cfg.tie_fraction
         )
         chooser = Chooser(
             self.engines,

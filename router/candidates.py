@@ -39,11 +39,12 @@ class Policy(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Preferences:
-    """How wide the short list is, and what counts as equal."""
+    """How wide the short list is, and how far from the best estimate still counts as equal."""
 
     near_best_fraction: float
     least_loaded_candidates: int
     tie_seconds: float
+    tie_fraction: float
 
 
 def short_list(
@@ -71,7 +72,11 @@ def _load_order(candidate: Candidate, speeds: Speeds) -> float:
 
 @dataclass(frozen=True, slots=True)
 class CostPolicy:
-    """Least estimated time to the first token. Without any hit that is the shortest queue."""
+    """Least estimated time to the first token. Without any hit that is the shortest queue.
+
+    Among equals the one that computes least is taken, then the one with fewest requests: waiting
+    for a sibling's prefill takes as long as repeating it elsewhere, but costs nobody anything.
+    """
 
     speeds: Speeds
     preferences: Preferences
@@ -80,14 +85,16 @@ class CostPolicy:
         self, prompt_tokens: int, candidates: Sequence[Candidate], rng: random.Random
     ) -> Candidate:
         listed = short_list(candidates, self.speeds, self.preferences)
-        seconds = [
-            estimate(prompt_tokens, item.holding, item.load, self.speeds).total_seconds
-            for item in listed
+        terms = [estimate(prompt_tokens, item.holding, item.load, self.speeds) for item in listed]
+        best = min(term.total_seconds for term in terms)
+        limit = best + max(self.preferences.tie_seconds, best * self.preferences.tie_fraction)
+        equal = [
+            (term.uncached_tokens, item)
+            for item, term in zip(listed, terms, strict=True)
+            if term.total_seconds <= limit
         ]
-        limit = min(seconds) + self.preferences.tie_seconds
-        return _fewest_active(
-            [item for item, t in zip(listed, seconds, strict=True) if t <= limit], rng
-        )
+        least = min(uncached for uncached, _ in equal)
+        return _fewest_active([item for uncached, item in equal if uncached == least], rng)
 
     def routed(self, url: str) -> None:
         """The ledger knows; nothing is kept here."""

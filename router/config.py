@@ -64,7 +64,9 @@ class RouterSection(Section):
     least_loaded_candidates: Annotated[int, Field(ge=1)] = 2
     """And so are this many engines with the shortest queues."""
     tie_seconds: Annotated[float, Field(ge=0)] = 0.001
-    """Estimates this close are equal: fewer active requests decide, then chance."""
+    """Estimates this close are equal: less to compute decides, then fewer requests, then chance."""
+    tie_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.1
+    """And so are those within this part of the best one."""
     predicted_seconds: Seconds = 3.0
     """How long a routed chain counts as present on its engine before any event says so."""
 

@@ -199,6 +199,8 @@ class ServerConnection(asyncio.Protocol):
         self._body.append(body)
 
     def on_message_complete(self) -> None:
+        if self._parser.should_upgrade():
+            return  # only the head was read; see _parse
         self._is_reading_message = False
         self._wants_continue = False
         try:
@@ -236,8 +238,9 @@ class ServerConnection(asyncio.Protocol):
             try:
                 self._parser.feed_data(data)
             except httptools.HttpParserUpgrade as upgrade:
-                # No upgrade is offered, and HTTP lets a server ignore one: go on with a new parser.
-                data = data[upgrade.args[0] :]
+                # HTTP lets a server ignore an offered upgrade, but this parser stops after such a
+                # head, before any body: read the head again without the offer.
+                data = self._head_without_upgrade() + data[upgrade.args[0] :]
                 self._parser = httptools.HttpRequestParser(self)
                 continue
             break
@@ -248,6 +251,15 @@ class ServerConnection(asyncio.Protocol):
                 raise _Refusal(self._head_too_large())
         else:
             self._fed_head_bytes = 0
+
+    def _head_without_upgrade(self) -> bytes:
+        method = self._parser.get_method()
+        if method == b"CONNECT":
+            raise _Refusal(error_response(405, "CONNECT is not offered"))
+        version = self._parser.get_http_version().encode()
+        lines = [b"%s %s HTTP/%s\r\n" % (method, self._url, version)]
+        lines += [b"%s: %s\r\n" % item for item in self._headers if item[0] != b"upgrade"]
+        return b"".join(lines) + b"\r\n"
 
     @property
     def _is_in_head(self) -> bool:

@@ -22,6 +22,7 @@ class RouterMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self._included: list[CollectorRegistry] = []
 
         def counter(name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
             return Counter(PREFIX + name, text, labels, registry=self.registry)
@@ -62,9 +63,13 @@ class RouterMetrics:
         """Show the state of these at each scrape."""
         self.registry.register(_LoadCollector(engines, ledger, speeds))
 
+    def include(self, registry: CollectorRegistry) -> None:
+        """Show another part's counters in the same exposition; its names must differ."""
+        self._included.append(registry)
+
     def render(self) -> bytes:
         """The exposition text."""
-        return generate_latest(self.registry)
+        return b"".join(generate_latest(part) for part in (self.registry, *self._included))
 
 
 class _LoadCollector(Collector):

@@ -1,0 +1,206 @@
+"""A router in the test's own loop, an index that a test fills by hand, and a raw HTTP client."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from emberkv_proto.events import Keys
+from emberkv_proto.types import EngineInfo, NodeHit, NodeId
+from router.app import Router
+from router.config import RouterSection
+
+
+@dataclass
+class HandNode:
+    """A node as the test says it is."""
+
+    node_id: NodeId
+    liveness: str = "ok"
+    engines: tuple[EngineInfo, ...] = ()
+    dram: set[int] = field(default_factory=set)
+    """Index keys."""
+
+
+class HandIndex:
+    """The IndexView of nodes made by hand."""
+
+    def __init__(self, *nodes: HandNode) -> None:
+        self.all = list(nodes)
+        self.queries = 0
+        self.is_broken = False
+
+    def query(self, keys: Keys) -> Sequence[NodeHit]:
+        self.queries += 1
+        if self.is_broken:
+            raise RuntimeError("the index is broken")
+        hits = []
+        for node in self.all:
+            count = 0
+            for key in keys.tolist():
+                if key not in node.dram:
+                    break
+                count += 1
+            if count:
+                hits.append(NodeHit(node.node_id, count, count, 0))
+        return hits
+
+    def nodes(self) -> Sequence[HandNode]:
+        return self.all
+
+
+FAST = {
+    "port": 0,
+    "health_interval_seconds": 0.1,
+    "health_timeout_seconds": 1.0,
+    "breaker_open_seconds": 0.2,
+    "sync_seconds": 0.05,
+    "drain_seconds": 2.0,
+}
+"""Times for tests."""
+
+
+@dataclass
+class RunningRouter:
+    router: Router
+    port: int
+
+    def inflight(self) -> int:
+        return self.router.ledger.total_requests()
+
+    def counter(self, name: str, **labels: str) -> float:
+        value = self.router.metrics.registry.get_sample_value(f"emberkv_router_{name}", labels)
+        return value or 0.0
+
+    async def settled(self) -> None:
+        """Wait until nothing is in flight. Fails after two seconds."""
+        for _ in range(200):
+            if not self.inflight():
+                return
+            await asyncio.sleep(0.01)
+        raise AssertionError(f"{self.inflight()} requests never ended")
+
+
+@asynccontextmanager
+async def running_router(
+    *urls: str, index: HandIndex | None = None, seed: int = 0, **settings: Any
+) -> AsyncIterator[RunningRouter]:
+    """A router over these engines; its parts' invariants are checked at the end."""
+    values: dict[str, Any] = {**FAST, "engines": [{"url": url} for url in urls], **settings}
+    cfg = RouterSection.model_validate(values)
+    router = Router(cfg, index or HandIndex(), random.Random(seed))
+    async with router.running() as port:
+        yield RunningRouter(router, port)
+        router.check_integrity()
+    router.check_integrity()
+    assert router.ledger.total_requests() == 0
+    assert router.pool.open_connections == 0
+
+
+@dataclass
+class Got:
+    """A response as it came."""
+
+    status: int
+    headers: dict[str, str]
+    raw_body: bytes
+    """With its framing."""
+
+    @property
+    def body(self) -> bytes:
+        if self.headers.get("transfer-encoding") != "chunked":
+            return self.raw_body
+        out, rest = b"", self.raw_body
+        while rest:
+            size, _, rest = rest.partition(b"\r\n")
+            length = int(size, 16)
+            out += rest[:length]
+            assert rest[length : length + 2] == b"\r\n", "chunk without end"
+            rest = rest[length + 2 :]
+            if not length:
+                assert not rest
+        return out
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+
+class RawClient:
+    """One connection; what is sent is exactly what the test writes."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader = reader
+        self.writer = writer
+
+    async def read_head(self) -> Got:
+        raw = await asyncio.wait_for(self.reader.readuntil(b"\r\n\r\n"), 10)
+        first, *lines = raw.decode("latin-1").split("\r\n")
+        headers = {}
+        for line in lines:
+            name, colon, value = line.partition(":")
+            if colon:
+                headers[name.lower()] = value.strip()
+        return Got(int(first.split(" ")[1]), headers, b"")
+
+    async def read(self) -> Got:
+        """One whole response, by its framing."""
+        got = await self.read_head()
+        if got.headers.get("transfer-encoding") == "chunked":
+            while True:
+                line = await asyncio.wait_for(self.reader.readline(), 10)
+                length = int(line, 16)
+                rest = await asyncio.wait_for(self.reader.readexactly(length + 2), 10)
+                got.raw_body += line + rest
+                if not length:
+                    return got
+        if "content-length" in got.headers:
+            length = int(got.headers["content-length"])
+            got.raw_body = await asyncio.wait_for(self.reader.readexactly(length), 10)
+        else:
+            got.raw_body = await asyncio.wait_for(self.reader.read(), 10)
+        return got
+
+    async def is_closed(self) -> bool:
+        """Whether the router closes this connection without a further byte."""
+        return await asyncio.wait_for(self.reader.read(), 5) == b""
+
+    def send(self, data: bytes) -> None:
+        self.writer.write(data)
+
+    def post(self, path: str, body: Any, headers: Mapping[str, str] | None = None) -> None:
+        self.send(http_post(path, body, headers))
+
+
+def http_post(path: str, body: Any, headers: Mapping[str, str] | None = None) -> bytes:
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    extra = "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
+    head = f"POST {path} HTTP/1.1\r\nHost: r\r\nContent-Length: {len(raw)}\r\n{extra}\r\n"
+    return head.encode() + raw
+
+
+@asynccontextmanager
+async def connected(port: int) -> AsyncIterator[RawClient]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        yield RawClient(reader, writer)
+    finally:
+        writer.transport.abort()
+        await asyncio.sleep(0)
+
+
+async def request(
+    port: int, path: str, body: Any = None, headers: Mapping[str, str] | None = None
+) -> Got:
+    """One request on a connection of its own; a GET when there is no body."""
+    async with connected(port) as client:
+        if body is None:
+            client.send(f"GET {path} HTTP/1.1\r\nHost: r\r\n\r\n".encode())
+        else:
+            client.post(path, body, headers)
+        return await client.read()

@@ -1,0 +1,154 @@
+"""Token ids from bodies, the cache of them, and what engines report as delivered."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from router.engine_client import Fetched
+from router.engines import Engine, EngineTable
+from router.health import BreakerLimits
+from router.tokenize import Ask, NoTokens, TokenCache, Tokenizer, read_answer, read_prompt
+from router.upstream_head import ResponseTimeoutError
+from router.usage import Delivered, from_json, from_stream_tail
+
+
+def engine() -> Engine:
+    return EngineTable(BreakerLimits(3, 2.0), 60.0).add("http://127.0.0.1:1", 0.0)
+
+
+class AnsweringEngine:
+    def __init__(self, fetched: Fetched | None) -> None:
+        self.fetched = fetched
+        self.bodies: list[dict[str, Any]] = []
+
+    async def fetch(
+        self, engine: Engine, method: str, target: bytes, body: bytes, deadline_seconds: float
+    ) -> Fetched:
+        assert (method, target, deadline_seconds) == ("POST", b"/tokenize", 0.5)
+        self.bodies.append(json.loads(body))
+        if self.fetched is None:
+            raise ResponseTimeoutError("too slow")
+        return self.fetched
+
+
+def test_ids_in_the_body_are_used_as_they_are() -> None:
+    for prompt in ([1, 2, 3], [[1, 2, 3]]):
+        ids = read_prompt({"prompt": prompt})
+        assert isinstance(ids, np.ndarray)
+        assert ids.tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        ({}, NoTokens.NO_PROMPT),
+        ({"prompt": []}, NoTokens.NO_PROMPT),
+        ({"prompt": {"a": 1}}, NoTokens.NO_PROMPT),
+        ({"prompt": ["a", "b"]}, NoTokens.MANY_PROMPTS),
+        ({"prompt": [[1], [2]]}, NoTokens.MANY_PROMPTS),
+        ({"prompt": [1, -1]}, NoTokens.BAD_IDS),
+        ({"prompt": [1, 2.5]}, NoTokens.BAD_IDS),
+        ({"prompt": [1, True]}, NoTokens.BAD_IDS),
+        ({"prompt": [1, 1 << 32]}, NoTokens.BAD_IDS),
+        ({"prompt": [1, 10**40]}, NoTokens.BAD_IDS),
+        ({"prompt": [1, "x"]}, NoTokens.BAD_IDS),
+    ],
+)
+def test_a_prompt_without_usable_ids_says_why(body: dict[str, Any], why: NoTokens) -> None:
+    assert read_prompt(body) is why
+
+
+def test_only_fields_that_change_the_rendering_are_asked_and_remembered_by() -> None:
+    chat = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "tools": [{"t": 1}]}
+    first = read_prompt({**chat, "temperature": 0.5, "stream": True})
+    second = read_prompt({**chat, "temperature": 0.9, "max_tokens": 5})
+    other = read_prompt({**chat, "tools": []})
+    assert isinstance(first, Ask)
+    assert isinstance(second, Ask)
+    assert isinstance(other, Ask)
+    assert first == second
+    assert first.digest != other.digest
+    assert json.loads(first.body) == chat
+
+
+async def test_an_answer_is_remembered() -> None:
+    client = AnsweringEngine(Fetched(200, b'{"tokens": [5, 6], "count": 2}'))
+    cache = TokenCache(100)
+    tokenizer = Tokenizer(client, cache, 0.5)
+    for _ in range(3):
+        ids = await tokenizer.tokens({"prompt": "ab", "model": "m"}, engine())
+        assert isinstance(ids, np.ndarray)
+        assert ids.tolist() == [5, 6]
+    assert client.bodies == [{"model": "m", "prompt": "ab"}]
+    cache.check_integrity()
+
+
+async def test_a_slow_or_refusing_engine_means_no_tokens_and_is_asked_again() -> None:
+    for fetched, why in (
+        (None, NoTokens.ENGINE_FAILED),
+        (Fetched(404, b"{}"), NoTokens.ENGINE_REFUSED),
+        (Fetched(200, b"[1]"), NoTokens.BAD_IDS),
+        (Fetched(200, b"nonsense"), NoTokens.BAD_IDS),
+        (Fetched(200, b'{"tokens": [1, "a"]}'), NoTokens.BAD_IDS),
+    ):
+        client = AnsweringEngine(fetched)
+        tokenizer = Tokenizer(client, TokenCache(100), 0.5)
+        for _ in range(2):
+            assert await tokenizer.tokens({"prompt": "ab"}, engine()) is why
+        assert len(client.bodies) == 2
+
+
+def test_the_cache_is_bounded_by_tokens_and_drops_the_longest_unused() -> None:
+    cache = TokenCache(10)
+    for name in (b"a", b"b", b"c"):
+        cache.put(name, np.zeros(4, np.uint32))
+        cache.get(b"a")
+        cache.check_integrity()
+    assert cache.get(b"a") is not None
+    assert cache.get(b"b") is None
+    cache.put(b"huge", np.zeros(11, np.uint32))
+    assert cache.get(b"huge") is None
+    cache.check_integrity()
+
+
+def test_an_empty_answer_is_an_empty_prompt() -> None:
+    ids = read_answer(Fetched(200, b'{"tokens": []}'))
+    assert isinstance(ids, np.ndarray)
+    assert len(ids) == 0
+
+
+USAGE = {"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 8, "dram_tokens": 8}}
+
+
+def test_delivered_hits_are_read_from_json_and_from_the_last_event() -> None:
+    wanted = Delivered(8, {"dram": 8})
+    assert from_json(json.dumps({"usage": USAGE}).encode()) == wanted
+    event = b"data: " + json.dumps({"choices": [], "usage": USAGE}).encode() + b"\n\n"
+    framed = b"%x\r\n%s\r\n" % (len(event), event)
+    assert from_stream_tail(b"ta: {}\n\n\r\n" + framed + b"e\r\ndata: [DONE]\n\n\r\n") == wanted
+
+
+def test_by_source_is_understood_in_both_shapes() -> None:
+    details = {"cached_tokens": 3, "by_source": {"hbm": 1, "peer": 2, "else": 9}}
+    body = json.dumps({"usage": {"prompt_tokens_details": details}}).encode()
+    assert from_json(body) == Delivered(3, {"hbm": 1, "peer": 2})
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{}",
+        b'{"usage": null, "x": "cached_tokens"}',
+        b'{"usage": {"prompt_tokens_details": {"cached_tokens": -1}}}',
+        b'{"usage": {"prompt_tokens_details": {"cached_tokens": true}}}',
+        b'{"cached_tokens": ',
+    ],
+)
+def test_a_response_that_does_not_tell_is_not_counted(body: bytes) -> None:
+    assert from_json(body) is None
+    assert from_stream_tail(b"data: " + body + b"\n\n") is None
