@@ -77,6 +77,8 @@ class Block:
     """Parts that are staged and not committed, as a bit per part."""
     access: int = 0
     """Number of the last access; a smaller one is older."""
+    leans: bool = False
+    """Whether it counts as a child of its parent: it has, or is getting, a place in DRAM."""
     is_queued: bool = False
     """Whether the eviction queue holds it."""
 
@@ -122,7 +124,7 @@ class BlockCatalog:
         return block if block is not None and block.namespace is namespace else None
 
     def children(self, block_hash: BlockHash) -> int:
-        """How many DRAM-resident blocks name it as their parent."""
+        """How many blocks in DRAM, or being written there, name it as their parent."""
         return self._children.get(block_hash, 0)
 
     def is_evictable(self, block: Block) -> bool:
@@ -162,6 +164,7 @@ class BlockCatalog:
         assert not block.writers >> part & 1
         assert block.slots[part] is None
         block.writers |= 1 << part
+        self._lean(block)
         return block
 
     def commit_part(self, block: Block, part: int, slot: Slot) -> None:
@@ -177,6 +180,7 @@ class BlockCatalog:
         """The part will not come. A block of which nothing is left is unlinked."""
         assert block.writers >> part & 1, "abort without begin"
         block.writers &= ~(1 << part)
+        self._lean(block)
         self._unlink_if_empty(block)
         self._offer(block)
 
@@ -326,7 +330,8 @@ class BlockCatalog:
             for part, slot in enumerate(block.slots):
                 assert not (slot is not None and block.writers >> part & 1)
                 assert slot is None or slot.extent.occupants[slot.number] is block
-            if block.in_dram and block.parent is not None:
+            assert block.leans == bool(block.writers or any(block.slots))
+            if block.leans and block.parent is not None:
                 children[block.parent] = children.get(block.parent, 0) + 1
             assert not self.is_evictable(block) or block.is_queued, "a victim nobody can find"
         assert children == self._children, "children counts drifted"
@@ -355,15 +360,13 @@ class BlockCatalog:
 
     def _place(self, block: Block, part: int, slot: Slot) -> None:
         block.slots[part] = slot
+        self._lean(block)
         slot.extent.occupants[slot.number] = block
 
     def _enter_dram(self, block: Block) -> None:
         block.in_dram = True
-        parent = block.parent
-        if parent is not None:
-            self._children[parent] = self._children.get(parent, 0) + 1
-            if parent not in self.blocks:
-                self.holes += 1
+        if block.parent is not None and block.parent not in self.blocks:
+            self.holes += 1
         self._record(BlocksStored, Tier.DRAM, block)
 
     def _leave_dram(self, block: Block) -> list[Slot]:
@@ -374,11 +377,20 @@ class BlockCatalog:
         if block.in_dram:
             block.in_dram = False
             self._record(BlocksRemoved, Tier.DRAM, block)
-            self._forget_child(block.parent)
+        self._lean(block)
         return slots
 
-    def _forget_child(self, parent_hash: BlockHash | None) -> None:
+    def _lean(self, block: Block) -> None:
+        """Count the block as its parent's child exactly while it has or gets a place in DRAM."""
+        leans = bool(block.writers) or any(block.slots)
+        parent_hash = block.parent
+        if leans is block.leans:
+            return
+        block.leans = leans
         if parent_hash is None:
+            return
+        if leans:
+            self._children[parent_hash] = self._children.get(parent_hash, 0) + 1
             return
         left = self._children[parent_hash] - 1
         if left:

@@ -103,6 +103,6 @@ def _can_go_together(blocks: set[Block], catalog: BlockCatalog) -> bool:
         return False
     inside: dict[bytes, int] = {}
     for block in blocks:
-        if block.in_dram and block.parent is not None:
+        if block.leans and block.parent is not None:
             inside[block.parent] = inside.get(block.parent, 0) + 1
     return all(catalog.children(b.hash) == inside.get(b.hash, 0) for b in blocks)

@@ -42,7 +42,7 @@ from store_daemon.ports import EventSink, PeerGrant, Puller, PullRoom
 from store_daemon.sessions import Probed, Session, Staged, StagedPart
 from store_daemon.staged_run import StagedRun
 from store_daemon.tiers.pool import Pool
-from store_daemon.tiers.slots import Slot
+from store_daemon.tiers.slots import SizeClass, Slot
 from store_daemon.tiers.ssd import SsdTier
 from store_daemon.writeback import WritebackQueue
 
@@ -227,6 +227,8 @@ class BlockStore:
         holdings = self.holdings
         blocks, queue, part_bit = holdings.catalog.blocks, holdings.queue, 1 << part
         access = queue.next_access()
+        catalog = holdings.catalog
+        previous = catalog.find(namespace, parent) if parent is not None else None
         granted: dict[BlockHash, StagedPart] = {}
         states = bytearray(len(hashes))
         offsets = [0] * len(hashes)
@@ -237,18 +239,18 @@ class BlockStore:
             if block is not None:
                 state = _state_of(block, namespace, part, part_bit)
             if state is StageState.GRANTED:
-                slot = None if is_full else holdings.take(size_class)
+                slot = None if is_full else self._take_beside(previous, size_class)
                 if slot is None:
                     is_full = True
                     state = StageState.NO_SPACE
                 else:
-                    block = holdings.catalog.begin_part(namespace, block_hash, parent, part)
+                    block = catalog.begin_part(namespace, block_hash, parent, part)
                     granted[block_hash] = StagedPart(block, slot)
                     offsets[number] = slot.offset
-            if block is not None and state is not StageState.NO_SPACE:
+            if block is not None:
                 block.access = access
             states[number] = state
-            parent = block_hash
+            parent, previous = block_hash, block
         self._count_stage(states)
         holdings.publish()
         if not granted:
@@ -480,6 +482,15 @@ class BlockStore:
         self._index.put_namespace(namespace)
         self._namespaces[entered.id] = entered
         return entered
+
+    def _take_beside(self, parent: Block | None, size_class: SizeClass) -> Slot | None:
+        """A slot for a child of `parent`, which must not be evicted to make room for it."""
+        if parent is None:
+            return self.holdings.take(size_class)
+        self.holdings.catalog.pin(parent)
+        slot = self.holdings.take(size_class)
+        self.holdings.unpin(parent)
+        return slot
 
     def _stage(self, session: Session, stage_id: int) -> dict[BlockHash, StagedPart]:
         stage = session.stages.get(stage_id)

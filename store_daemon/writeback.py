@@ -71,7 +71,7 @@ class WritebackQueue:
             await self._wake.wait()
             self._wake.clear()
             while self._waiting or self._holdings.rows_to_forget:
-                await self._write_batch()
+                await self.write_batch()
 
     def close(self) -> None:
         """Let `run` return once the queue is empty."""
@@ -89,7 +89,8 @@ class WritebackQueue:
         assert set(self._waiting) <= self._queued
         assert len(self._queued) <= self._limit
 
-    async def _write_batch(self) -> None:
+    async def write_batch(self) -> None:
+        """Forget the rows that wait for it and write the oldest blocks. Not to be cancelled."""
         blocks = self._next_blocks()
         forget, self._holdings.rows_to_forget = self._holdings.rows_to_forget, []
         records = [record for block in blocks for record in self._records(block)]

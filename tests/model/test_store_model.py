@@ -1,0 +1,195 @@
+"""The store under random calls: leases never show wrong bytes, events never drift from the truth.
+
+The model is what a client knows: what it staged, committed and leased. After every step all live
+leases are read in full, staged slots are looked at for foreign bytes, and every invariant holds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+from pathlib import Path
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from emberkv_proto.hashing import checksum
+from emberkv_proto.types import AcquirePolicy, BlockHash
+from store_daemon.leases import Lease
+from store_daemon.sessions import Session
+from tests.helpers.store import SmallStore, chain, payload, small_namespace
+
+NAMESPACES = (small_namespace(5000), small_namespace(9000, groups=2, model="wide"))
+CHAINS = [[chain(ns, 12, seed, shared=4) for seed in range(3)] for ns in NAMESPACES]
+RANKS = [(0, 0), (0, 0), (1, 0), (1, 1)]
+"""Namespace and part of each client; the first two write the same parts."""
+RANK = st.integers(0, len(RANKS) - 1)
+SEED = st.integers(0, 2)
+LENGTH = st.integers(1, 12)
+
+
+class StoreMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.directory = Path(tempfile.mkdtemp(prefix="ember-model-"))
+        self.loop = asyncio.new_event_loop()
+        self.committed: set[tuple[BlockHash, int]] = set()
+        self._open()
+
+    def _open(self) -> None:
+        async def build() -> SmallStore:
+            return SmallStore(self.directory, extents=5, ssd_segments=4)
+
+        self.small = self.loop.run_until_complete(build())
+        self.sessions: list[Session] = [self.small.open(NAMESPACES[ns], part) for ns, part in RANKS]
+        self.stages: list[tuple[int, int, dict[BlockHash, int]]] = []
+        self.leases: list[tuple[int, Lease]] = []
+
+    def in_loop(self, work: object) -> object:
+        async def run() -> object:
+            return work() if callable(work) else None
+
+        return self.loop.run_until_complete(run())
+
+    # ---- writing ----
+
+    @rule(rank=RANK, seed=SEED, start=st.integers(0, 8), length=LENGTH)
+    def stage(self, rank: int, seed: int, start: int, length: int) -> None:
+        full = CHAINS[RANKS[rank][0]][seed]
+        hashes = full[start : start + length]
+        parent = full[start - 1] if start else None
+        session = self.sessions[rank]
+        staged = self.in_loop(lambda: self.small.store.stage(session, hashes, parent))
+        granted = {h: o for h, o in zip(hashes, staged.offsets, strict=True) if o}
+        if granted:
+            self.small.write(session, hashes, staged)
+            self.stages.append((rank, staged.stage_id, granted))
+
+    @precondition(lambda self: self.stages)
+    @rule(data=st.data())
+    def commit_some(self, data: st.DataObject) -> None:
+        at = data.draw(st.integers(0, len(self.stages) - 1))
+        rank, stage_id, granted = self.stages[at]
+        count = data.draw(st.integers(1, len(granted)))
+        session = self.sessions[rank]
+        hashes = list(granted)[:count]
+        sums = [checksum(payload(h, session.part, session.part_bytes)) for h in hashes]
+        self.in_loop(lambda: self.small.store.commit(session, stage_id, hashes, sums))
+        for block_hash in hashes:
+            del granted[block_hash]
+            self.committed.add((block_hash, session.part))
+        if not granted:
+            del self.stages[at]
+
+    @precondition(lambda self: self.stages)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        rank, stage_id, _ = self.stages.pop(data.draw(st.integers(0, len(self.stages) - 1)))
+        self.in_loop(lambda: self.small.store.abort(self.sessions[rank], stage_id))
+
+    @rule(rank=RANK, cut=st.booleans())
+    def end_session(self, rank: int, cut: bool) -> None:
+        store = self.small.store
+        end = store.cut_session if cut else store.end_session
+        self.in_loop(lambda: end(self.sessions[rank]))
+        self.stages = [entry for entry in self.stages if entry[0] != rank]
+        self.leases = [entry for entry in self.leases if entry[0] != rank]
+        ns, part = RANKS[rank]
+        self.sessions[rank] = self.small.open(NAMESPACES[ns], part)
+
+    # ---- reading ----
+
+    @rule(rank=RANK, seed=SEED, length=LENGTH, policy=st.sampled_from(AcquirePolicy))
+    def acquire(self, rank: int, seed: int, length: int, policy: AcquirePolicy) -> None:
+        session = self.sessions[rank]
+        hashes = CHAINS[RANKS[rank][0]][seed][:length]
+        lease = self.in_loop(lambda: self.small.store.acquire(session, hashes, policy, 30.0))
+        if lease is None:
+            return
+        if policy is AcquirePolicy.BEST_EFFORT:
+            assert lease.is_complete
+        for block_hash in hashes[: lease.ready]:
+            for part in range(NAMESPACES[RANKS[rank][0]].parts):
+                assert (block_hash, part) in self.committed, "a block nobody committed"
+        self.leases.append((rank, lease))
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        rank, lease = self.leases.pop(data.draw(st.integers(0, len(self.leases) - 1)))
+        self.in_loop(lambda: self.small.store.release(self.sessions[rank], [lease.id]))
+
+    @rule(seconds=st.sampled_from([1.0, 6.0, 11.0]), beating=st.sets(RANK))
+    def time_passes(self, seconds: float, beating: set[int]) -> None:
+        self.small.clock.now += seconds
+        for rank in beating:
+            self.small.store.heartbeat(self.sessions[rank])
+        self.in_loop(self.small.store.tick)
+        self.leases = [entry for entry in self.leases if not entry[1].is_ended]
+
+    # ---- moves ----
+
+    @rule()
+    def moves_settle(self) -> None:
+        self.loop.run_until_complete(self.small.store.lender.promoter.settle())
+
+    @rule()
+    def write_back(self) -> None:
+        self.loop.run_until_complete(self.small.flush())
+
+    @rule()
+    def evict_one(self) -> None:
+        holdings = self.small.store.holdings
+        victim = holdings.queue.oldest_of_all(holdings.catalog.is_evictable)
+        if victim is not None:
+            assert holdings.catalog.children(victim.hash) == 0
+            holdings.evict(victim)
+            holdings.publish()
+
+    @rule()
+    def killed_and_restarted(self) -> None:
+        """The files are left as they are between two calls; nothing is closed in order."""
+        small = self.small
+        self.loop.run_until_complete(small.store.lender.promoter.settle())
+        before = {h for h, _ in self.committed}
+        resident = {b.hash for b in small.store.holdings.catalog.blocks.values() if b.in_dram}
+        image = small.settings.dram.path.read_bytes()
+        self.loop.run_until_complete(small.close())
+        small.settings.dram.path.write_bytes(image)
+        self._open()
+        catalog = self.small.store.holdings.catalog
+        assert {b.hash for b in catalog.blocks.values() if b.in_dram} == resident
+        assert set(catalog.blocks) <= before, "a phantom block"
+
+    # ---- always ----
+
+    @invariant()
+    def nothing_drifts(self) -> None:
+        self.small.check_integrity()
+
+    @invariant()
+    def leases_show_right_bytes(self) -> None:
+        for _, lease in self.leases:
+            self.small.assert_readable(lease)
+
+    @invariant()
+    def staged_slots_are_nobody_elses(self) -> None:
+        offsets = [offset for _, _, granted in self.stages for offset in granted.values()]
+        assert len(set(offsets)) == len(offsets)
+        with self.small.pool.view() as view:
+            for rank, _, granted in self.stages:
+                session = self.sessions[rank]
+                for block_hash, offset in granted.items():
+                    wanted = payload(block_hash, session.part, session.part_bytes)
+                    assert view[offset : offset + len(wanted)] == wanted
+
+    def teardown(self) -> None:
+        self.loop.run_until_complete(self.small.close())
+        self.loop.close()
+        shutil.rmtree(self.directory)
+
+
+StoreMachine.TestCase.settings = settings(max_examples=25, stateful_step_count=40)
+TestStoreModel = StoreMachine.TestCase
