@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, cast
 
 from router.chunked import Body, FramingError, UntilCloseBody
 from router.upstream_head import (
@@ -135,8 +135,7 @@ class UpstreamConnection(asyncio.Protocol):
     # ---- asyncio.Protocol ----
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is one by shape only
         self._owner.opened(self)
 
     def data_received(self, data: bytes) -> None:
