@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import cast
 
 from google.protobuf.message import Message
 
@@ -71,8 +72,7 @@ class _Link(asyncio.Protocol):
         self._last_request_id = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's is one by shape only
 
     def connection_lost(self, error: Exception | None) -> None:
         self._fail(f"the daemon closed the connection: {error or 'end of stream'}")
