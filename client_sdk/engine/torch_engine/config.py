@@ -18,6 +18,8 @@ class EngineSection(Section):
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     """0 picks a free port."""
+    advertised_url: str = ""
+    """Where routers reach this engine; empty means http://host:port."""
     endpoint_file: Path | None = None
     """Where the chosen URL is written once the port is open."""
     engine_id: Annotated[str, Field(min_length=1, max_length=253)] = "engine"

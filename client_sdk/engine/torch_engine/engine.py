@@ -46,6 +46,7 @@ class Failed:
 
 
 Sink = Callable[["Said | Failed"], None]
+Connect = Callable[["EngineInfo | None"], SyncClient]
 
 
 @dataclass(eq=False, slots=True)
@@ -64,9 +65,11 @@ class _Flight:
 class TorchEngine:
     """A reference engine. `start` once its URL is known; `close` frees everything."""
 
-    def __init__(self, cfg: EngineSection) -> None:
+    def __init__(self, cfg: EngineSection, connect: Connect | None = None) -> None:
+        """`connect` replaces the client of the daemon at cfg.socket_path, in tests."""
         torch.set_num_threads(cfg.threads)
         self.cfg = cfg
+        self._connect = connect or (self._client if cfg.socket_path else None)
         self.model = TinyTransformer(cfg)
         self.namespace = cfg.namespace(self.model.weights_id)
         self.pages = torch.zeros(
@@ -90,15 +93,20 @@ class TorchEngine:
         self._thread = threading.Thread(target=self._run, name="engine-steps", daemon=True)
 
     def start(self, url: str) -> None:
-        """Begin to serve; with a socket path, also announce `url` to the store daemon."""
+        """Begin to serve; with a store, also announce `url` to its daemon."""
         cfg = self.cfg
-        if cfg.socket_path:
+        if (connect := self._connect) is not None:
             info = EngineInfo(
-                cfg.engine_id, url, cfg.model, self.namespace.id, cfg.block_tokens, cfg.role
+                cfg.engine_id,
+                cfg.advertised_url or url,
+                cfg.model,
+                self.namespace.id,
+                cfg.block_tokens,
+                cfg.role,
             )
             self.store = StoreLink(
-                lambda: self._client(info),
-                lambda: self._client(None),
+                lambda: connect(info),
+                lambda: connect(None),
                 self.pages.numpy(),
                 cfg.save_queue_blocks,
                 self._news.set,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
-from contextlib import suppress
+from collections.abc import AsyncGenerator
+from contextlib import aclosing, suppress
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
@@ -53,10 +53,9 @@ class EngineServer:
     async def _answer(self, http: web.Request, *, is_chat: bool) -> web.StreamResponse:
         ask = parse_ask(parse_body(await http.read()), self._cfg, is_chat=is_chat)
         if not ask.is_streamed:
-            async for answer in self._spoken(ask):
-                if answer.finish_reason:
-                    return web.json_response(answer.whole())
-            raise ApiError("the answer ended early", 500, "internal_error")
+            async with aclosing(self._spoken(ask)) as spoken:
+                whole = [answer async for answer in spoken][-1].whole()
+            return web.json_response(whole)
         return await self._stream(http, ask)
 
     async def _stream(self, http: web.Request, ask: Ask) -> web.StreamResponse:
@@ -64,13 +63,14 @@ class EngineServer:
             headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
         )
         try:
-            async for answer in self._spoken(ask):
-                if not response.prepared:
-                    await response.prepare(http)
-                if (chunk := answer.chunk()) is not None:
-                    await _send(response, chunk)
-                if answer.finish_reason and ask.includes_usage:
-                    await _send(response, answer.usage_chunk())
+            async with aclosing(self._spoken(ask)) as spoken:
+                async for answer in spoken:
+                    if not response.prepared:
+                        await response.prepare(http)
+                    if (chunk := answer.chunk()) is not None:
+                        await _send(response, chunk)
+            if ask.includes_usage:
+                await _send(response, answer.usage_chunk())
         except ApiError as error:
             if not response.prepared:
                 raise
@@ -80,7 +80,7 @@ class EngineServer:
         await response.write_eof()
         return response
 
-    async def _spoken(self, ask: Ask) -> AsyncIterator[Answer]:
+    async def _spoken(self, ask: Ask) -> AsyncGenerator[Answer, None]:
         """The answer after each token. However the caller leaves, the request is over then."""
         loop = asyncio.get_running_loop()
         heard: asyncio.Queue[Said | Failed] = asyncio.Queue()
