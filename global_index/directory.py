@@ -146,7 +146,8 @@ class NodeDirectory:
         self._nodes: dict[NodeId, _Node] = {}
         self._sources: dict[str, _Source] = {}
         self._by_holder: dict[Holder, _Node] = {}
-        self._free_holders = list(range(MAX_HOLDERS))  # a heap: low numbers keep rows narrow
+        self._next_holder = 0
+        self._free_holders: list[int] = []  # a heap: low numbers keep bitmap rows narrow
         self._swept: deque[Holder] = deque()
 
     # Sources
@@ -314,7 +315,9 @@ class NodeDirectory:
                 assert node.generations[node.ingest.visible or GenerationId(0)] is node.visible
                 assert self._by_holder[node.visible.holder] is node
         assert len(self._by_holder) == sum(1 for node in self._nodes.values() if node.visible)
-        assert sorted([*live, *self._swept, *self._free_holders]) == list(range(MAX_HOLDERS))
+        assert sorted([*live, *self._swept, *self._free_holders]) == list(
+            range(self._next_holder)
+        ), "a holder is lost"
         for free in self._free_holders:
             assert not any(self._index.digest(Holder(free), tier).blocks for tier in Tier)
 
@@ -382,11 +385,15 @@ class NodeDirectory:
             rows.dropped += applied.dropped
 
     def _take_holder(self) -> Holder:
-        if not self._free_holders:  # then some wait to be swept: two a node is the most in use
-            holder = self._swept.popleft()
-            self._index.remove_holder(holder)
-            return holder
-        return Holder(heapq.heappop(self._free_holders))
+        if self._free_holders:
+            return Holder(heapq.heappop(self._free_holders))
+        if self._next_holder < MAX_HOLDERS:
+            self._next_holder += 1
+            return Holder(self._next_holder - 1)
+        # Two a node is the most in use, so some wait to be swept.
+        holder = self._swept.popleft()
+        self._index.remove_holder(holder)
+        return holder
 
     def _retire(self, node: _Node, generation: GenerationId) -> None:
         holder = node.generations.pop(generation).holder

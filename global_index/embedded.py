@@ -123,11 +123,7 @@ class GlobalIndex:
     async def unsubscribe(self, address: str) -> None:
         """Follow a daemon no longer. Its node fades as if silent, unless another address has it."""
         self._directory.remove_source(address)
-        self._subscribers.pop(address, None)
-        task = self._tasks.pop(address, None)
-        if task:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+        await self._end_streams((address,))
 
     async def remove_node(self, node_id: NodeId) -> None:
         """Take a node out, by order: no answer names it from now on, not even if it calls again.
@@ -135,8 +131,7 @@ class GlobalIndex:
         A newer incarnation brings it back if its address is subscribed to again, `readmit` the
         same one too.
         """
-        for address in self._directory.remove_node(node_id):
-            await self.unsubscribe(address)
+        await self._end_streams(self._directory.remove_node(node_id))
 
     def readmit(self, node_id: NodeId) -> None:
         self._directory.readmit(node_id)
@@ -163,10 +158,18 @@ class GlobalIndex:
     def check_integrity(self) -> None:
         self._directory.check_integrity()
 
+    async def _end_streams(self, addresses: tuple[str, ...]) -> None:
+        tasks = [self._tasks.pop(address) for address in addresses if address in self._tasks]
+        for address in addresses:
+            self._subscribers.pop(address, None)
+        for task in tasks:  # all are cancelled before any can run again
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
     async def _tick_for_ever(self) -> None:
         while True:
             self._directory.tick(self._clock())
-            while self._directory.sweep():
+            while self._directory.sweep():  # noqa: ASYNC110
                 await asyncio.sleep(0)
             await asyncio.sleep(min(0.25, self._section.suspect_seconds / 4))
 
@@ -176,7 +179,7 @@ class GlobalIndex:
             try:
                 await run()
                 return
-            except Exception:
+            except Exception:  # noqa: PERF203
                 self.faults += 1
                 log.exception("%s failed and starts again", name)
                 await asyncio.sleep(RESTART_SECONDS)

@@ -78,7 +78,9 @@ async def start_server(
     Raises PreflightError when the port is taken. A router that embeds the index serves the same.
     """
     server = grpc.aio.server(options=(*CHANNEL_OPTIONS, ("grpc.so_reuseport", 0)))
-    index_pb2_grpc.add_IndexServicer_to_server(IndexServicer(index, observe), server)
+    index_pb2_grpc.add_IndexServicer_to_server(  # type: ignore[no-untyped-call]
+        IndexServicer(index, observe), server
+    )
     try:
         bound = server.add_insecure_port(f"{host}:{port}")
     except RuntimeError as error:

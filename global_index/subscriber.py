@@ -76,7 +76,8 @@ class Subscriber:
                 async with grpc.aio.insecure_channel(
                     self.address, options=CHANNEL_OPTIONS
                 ) as channel:
-                    await self._follow(index_pb2_grpc.EventsStub(channel))
+                    stub = index_pb2_grpc.EventsStub(channel)  # type: ignore[no-untyped-call]
+                    await self._follow(stub)
             except (grpc.aio.AioRpcError, asyncio.TimeoutError, TimeoutError, EmberError) as error:
                 self.counts.losses += 1
                 self.counts.malformed += isinstance(error, InvalidRequestError)
@@ -112,7 +113,7 @@ class Subscriber:
             self._directory.on_stream_started(self.address)
             while True:
                 message = await self._within(call.read)
-                if message is grpc.aio.EOF:
+                if message is grpc.aio.EOF:  # type: ignore[attr-defined]
                     raise UnavailableError("the daemon ended the stream")
                 if not self._got_message:
                     self.counts.connects += 1
@@ -146,7 +147,7 @@ class Subscriber:
         try:
             while True:
                 message = await self._within(call.read)
-                if message is grpc.aio.EOF:
+                if message is grpc.aio.EOF:  # type: ignore[attr-defined]
                     return
                 self._got_message = True
                 page = page_from_wire(message)
