@@ -60,15 +60,26 @@ class Cluster:
         for names in ([*daemons, self.plan.router.name], engines):
             self._progress(f"starting {', '.join(names)}")
             for name in names:
-                self._process(name).spawn()
+                self.spawn(name)
             for name in names:
-                self.endpoints[name] = await self._process(name).wait_ready()
+                await self.wait_ready(name)
 
     async def start_one(self, name: str) -> None:
         """Start a process that is not running, and wait until it serves."""
-        process = self._process(name)
-        process.spawn()
-        self.endpoints[name] = await process.wait_ready()
+        self.spawn(name)
+        await self.wait_ready(name)
+
+    def spawn(self, name: str) -> None:
+        """Start a process that is not running; returns at once."""
+        self._process(name).spawn()
+
+    async def wait_ready(self, name: str) -> None:
+        """Wait until a spawned process serves.
+
+        Raises:
+            UnavailableError: it ended or did not serve in time; shows its last log lines.
+        """
+        self.endpoints[name] = await self._process(name).wait_ready()
 
     def kill(self, name: str) -> None:
         """kill -9."""

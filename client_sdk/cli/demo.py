@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import aiohttp
@@ -13,31 +13,22 @@ from rich.console import Console
 
 from client_sdk.cli import demo_phases as phases
 from client_sdk.cli.cluster import Cluster
-from client_sdk.cli.cluster_plan import (
-    LOOPBACK,
-    SHM,
-    ClusterPlan,
-    ClusterSection,
-    choose_port,
-    plan_cluster,
+from client_sdk.cli.cluster_plan import LOOPBACK, SHM, ClusterPlan, ClusterSection, plan_cluster
+from client_sdk.cli.demo_run import DemoRun
+from client_sdk.cli.demo_settings import (
+    FULL,
+    QUICK,
+    REFERENCE,
+    DemoPrompt,
+    DemoSize,
+    demo_settings,
+    read_prompts,
+    with_reference,
 )
-from client_sdk.cli.demo_run import DemoPrompt, DemoRun
-from client_sdk.cli.process import ProcessSpec
 from client_sdk.cli.report import DemoReport, print_report, write_json
-from client_sdk.cli.trace import (
-    TokenRange,
-    TraceRequest,
-    default_trace_path,
-    load_trace,
-    prompt_token_ids,
-)
+from client_sdk.cli.trace import default_trace_path
 from emberkv_proto.errors import ConfigError, EmberError
 
-MODEL = "ember-demo"
-BLOCK_TOKENS = 16
-VOCAB = 4096
-MAX_TOKENS = 8
-REFERENCE = "reference"
 INTERRUPTED = 130
 
 
@@ -51,19 +42,12 @@ class DemoOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class DemoSize:
-    """How much is sent, and how small the tiers are, so that each of them has to work."""
+class Setting:
+    """What one run is made of."""
 
-    requests: int
-    longest_blocks: int
-    """Longer requests of the trace are left out."""
-    engine_blocks: int
-    dram_bytes: int
-
-
-MIB = 1 << 20
-FULL = DemoSize(requests=150, longest_blocks=1000, engine_blocks=320, dram_bytes=20 * MIB)
-QUICK = DemoSize(requests=24, longest_blocks=20, engine_blocks=64, dram_bytes=4 * MIB)
+    plan: ClusterPlan
+    size: DemoSize
+    prompts: tuple[DemoPrompt, ...]
 
 
 def run_demo(console: Console, options: DemoOptions) -> int:
@@ -78,79 +62,35 @@ def run_demo(console: Console, options: DemoOptions) -> int:
     prompts = read_prompts(options.trace or default_trace_path(), size)
     section = ClusterSection(router_port=0, index_port=0, base_dir=options.base_dir)
     plan = with_reference(plan_cluster(section, overrides=demo_settings(size)))
-    return asyncio.run(_interruptible(console, options, plan, prompts))
+    return asyncio.run(_interruptible(console, options, Setting(plan, size, tuple(prompts))))
 
 
-def read_prompts(path: Path, size: DemoSize) -> list[DemoPrompt]:
-    requests = load_trace(path, 10 * size.requests)
-    fitting = [r for r in requests if len(r.block_ids) <= size.longest_blocks]
-    return [_prompt(request) for request in fitting[: size.requests]]
-
-
-def _prompt(request: TraceRequest) -> DemoPrompt:
-    tokens = prompt_token_ids(request, BLOCK_TOKENS, TokenRange(0, VOCAB))
-    return DemoPrompt(f"trace request {request.number}", tuple(tokens))
-
-
-def demo_settings(size: DemoSize) -> tuple[str, ...]:
-    """Small tiers: HBM holds less than DRAM, DRAM less than the trace, SSD all of it."""
-    return (
-        f"engine.model={MODEL}",
-        f"engine.vocab={VOCAB}",
-        f"engine.block_tokens={BLOCK_TOKENS}",
-        f"engine.num_blocks={size.engine_blocks}",
-        f"dram.capacity_bytes={size.dram_bytes}",
-        f"dram.extent_bytes={2 * MIB}",
-        f"ssd.capacity_bytes={512 * MIB}",
-        f"ssd.segment_bytes={8 * MIB}",
-        "index.capacity_blocks=65536",
-    )
-
-
-def with_reference(plan: ClusterPlan) -> ClusterPlan:
-    """Add the engine without any cache: no store, and no blocks kept for later requests."""
-    node = plan.nodes[0].engine
-    endpoint = plan.run_dir / f"{REFERENCE}.json"
-    own = (
-        f"engine.engine_id={REFERENCE}",
-        "engine.socket_path=''",
-        "engine.prefix_cache=false",
-        f"engine.port={choose_port()}",
-        f"engine.endpoint_file={endpoint}",
-    )
-    arguments = list(node.arguments)
-    for override in own:
-        arguments += ["--set", override]
-    log = plan.log_dir / f"{REFERENCE}.log"
-    spec: ProcessSpec = replace(
-        node, name=REFERENCE, arguments=tuple(arguments), endpoint_file=endpoint, log_file=log
-    )
-    return replace(plan, extras=(spec,))
-
-
-async def _interruptible(
-    console: Console, options: DemoOptions, plan: ClusterPlan, prompts: list[DemoPrompt]
-) -> int:
+async def _interruptible(console: Console, options: DemoOptions, setting: Setting) -> int:
     task = asyncio.current_task()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, lambda: task.cancel() if task is not None else None)
     try:
-        return await _demo(console, options, plan, prompts)
+        return await _demo(console, options, setting)
     except asyncio.CancelledError:
         console.print("interrupted; every process and file is gone")
         return INTERRUPTED
 
 
-async def _demo(
-    console: Console, options: DemoOptions, plan: ClusterPlan, prompts: list[DemoPrompt]
-) -> int:
+async def _demo(console: Console, options: DemoOptions, setting: Setting) -> int:
     report = DemoReport()
     began = time.monotonic()
     logs = ""
-    cluster = Cluster(plan, lambda text: console.print(f"  {text}"))
+    cluster = Cluster(setting.plan, lambda text: console.print(f"  {text}"))
     async with cluster, aiohttp.ClientSession() as session:
-        run = DemoRun(console, cluster, session, prompts, MODEL, BLOCK_TOKENS, MAX_TOKENS, report)
+        run = DemoRun(
+            console=console,
+            cluster=cluster,
+            session=session,
+            prompts=setting.prompts,
+            size=setting.size,
+            report=report,
+        )
         try:
             await _play_all(run)
         except EmberError as error:
@@ -161,7 +101,7 @@ async def _demo(
         await session.close()
         pids = cluster.pids()
         await cluster.close()
-    expect_nothing_left(report, plan, pids)
+    expect_nothing_left(report, setting.plan, pids)
     report.seconds = time.monotonic() - began
     print_report(console, report)
     if logs:
@@ -173,11 +113,12 @@ async def _demo(
 
 async def _play_all(run: DemoRun) -> None:
     run.console.print(f"  starting {REFERENCE}")
-    await run.cluster.start_one(REFERENCE)
+    run.cluster.spawn(REFERENCE)
+    await run.cluster.start()
+    await run.cluster.wait_ready(REFERENCE)
     url = run.cluster.endpoints[REFERENCE]["url"]
     await phases.reference_phase(run, run.client(url))
     await run.cluster.end_one(REFERENCE)
-    await run.cluster.start()
     await phases.chat_phase(run)
     await phases.trace_phase(run)
     await phases.engine_back_phase(run)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from client_sdk.cli.demo_run import DemoPrompt, DemoRun, Holding, resent, until
+from client_sdk.cli.demo_run import DemoRun, Holding, resent, until
+from client_sdk.cli.demo_settings import MAX_TOKENS, DemoPrompt
 from client_sdk.cli.openai_client import Answer, OpenAiClient
 from client_sdk.cli.status import NodeView
 from emberkv_proto.types import Tier
@@ -23,6 +25,14 @@ KILL_AFTER = 10
 SETTLE_SECONDS = 20.0
 
 
+@dataclass(frozen=True, slots=True)
+class BeforeKill:
+    """What daemon A held when it was killed, and what engine A recomputed while it was gone."""
+
+    daemon: NodeView
+    recomputed: frozenset[str]
+
+
 async def reference_phase(run: DemoRun, client: OpenAiClient) -> None:
     """Answer everything with an engine that keeps nothing, one request at a time."""
     run.console.rule("[bold]reference: one engine without any cache[/]", align="left")
@@ -30,7 +40,7 @@ async def reference_phase(run: DemoRun, client: OpenAiClient) -> None:
         run.reference[turn_name(number)] = answer
 
     async def one(prompt: DemoPrompt) -> None:
-        run.reference[prompt.name] = await client.complete(list(prompt.token_ids), run.max_tokens)
+        run.reference[prompt.name] = await client.complete(list(prompt.token_ids), MAX_TOKENS)
 
     await run.each("without any cache", run.prompts, one)
     found = sum(answer.hits for answer in run.reference.values())
@@ -63,7 +73,7 @@ async def chat_phase(run: DemoRun) -> None:
 async def trace_phase(run: DemoRun) -> None:
     """The trace through the router; engine A is killed in the middle and comes back."""
     half = len(run.prompts) // 2
-    with run.phase("trace, first half") as phase:
+    with run.phase("trace, 1st half") as phase:
         await run.play(phase, run.router, run.prompts[:half], CONCURRENCY)
     engine = run.node_a.engine.name
 
@@ -72,7 +82,7 @@ async def trace_phase(run: DemoRun) -> None:
             run.console.print(f"  kill -9 {engine}, while it answers")
             run.cluster.kill(engine)
 
-    with run.phase("trace, second half, engine A killed") as phase:
+    with run.phase("trace, A killed") as phase:
         await run.play(phase, run.router, run.prompts[half:], CONCURRENCY, kill_in_the_middle)
         run.report.expect(
             "the trace went on while engine A was gone",
@@ -98,14 +108,16 @@ async def engine_back_phase(run: DemoRun) -> None:
         )
 
 
-async def daemon_down_phase(run: DemoRun) -> NodeView:
-    """Daemon A is killed: engine A answers by recomputing. Returns what the daemon had."""
+async def daemon_down_phase(run: DemoRun) -> BeforeKill:
+    """Daemon A is killed: engine A answers by recomputing. Returns what there was before.
+
+    The prompts together fill engine A's own pool, so that later ones have to come from the store.
+    """
     name = run.node_a.daemon.name
     await settled(run)
     before = await run.view(run.node_a)
     with run.phase("daemon A killed") as phase:
-        cold = [h for h in await run.holdings(run.prompts) if not h.on(run.node_a).dram_blocks]
-        chosen = [h.prompt for h in most_blocks(cold)][: _count(run, 8)]
+        chosen = least_in_dram(run, await run.holdings(run.prompts))
         run.console.print(f"  kill -9 {name}: {described(before)}")
         run.cluster.kill(name)
         await run.play(phase, run.client(run.node_a.engine_url), chosen)
@@ -115,12 +127,12 @@ async def daemon_down_phase(run: DemoRun) -> NodeView:
             phase.requests == len(chosen) > 0 and from_store == 0,
             f"{phase.requests} answers, {from_store} tokens from a store",
         )
-    return before
+    return BeforeKill(before, frozenset(prompt.name for prompt in chosen))
 
 
-async def daemon_back_phase(run: DemoRun, before: NodeView) -> None:
+async def daemon_back_phase(run: DemoRun, earlier: BeforeKill) -> None:
     """Daemon A is started again: what it held is there, announced, and hit."""
-    name = run.node_a.daemon.name
+    name, before = run.node_a.daemon.name, earlier.daemon
     with run.phase("daemon A back") as phase:
         await run.cluster.start_one(name)
 
@@ -139,7 +151,8 @@ async def daemon_back_phase(run: DemoRun, before: NodeView) -> None:
                 has >= had > 0,
                 f"{has} blocks, {had} before",
             )
-        chosen = both_tiers(run, await run.holdings(run.prompts))
+        others = [p for p in run.prompts if p.name not in earlier.recomputed]
+        chosen = both_tiers(run, await run.holdings(others))
         await run.play(phase, run.client(run.node_a.engine_url), chosen)
         for source in ("dram", "ssd"):
             found = phase.hits_from(source)
@@ -152,7 +165,7 @@ async def daemon_back_phase(run: DemoRun, before: NodeView) -> None:
 
 async def peer_phase(run: DemoRun) -> None:
     """Engine A is killed: prompts that only node A holds are answered by engine B."""
-    with run.phase("only engine B up") as phase:
+    with run.phase("only B up") as phase:
         await settled(run)
         only_a = [
             h
@@ -222,6 +235,18 @@ def both_tiers(run: DemoRun, holdings: Sequence[Holding]) -> list[DemoPrompt]:
     by_ssd = sorted(whole, key=lambda h: h.on(run.node_a).ssd_blocks, reverse=True)
     chosen = {h.prompt.name: h.prompt for h in [*by_dram[:each], *by_ssd[:each]]}
     return list(chosen.values())
+
+
+def least_in_dram(run: DemoRun, holdings: Sequence[Holding]) -> list[DemoPrompt]:
+    """Prompts with the least in node A's DRAM, so many that they fill an engine's pool."""
+    by_dram = sorted(holdings, key=lambda h: h.on(run.node_a).dram_blocks / max(h.blocks, 1))
+    chosen, blocks = [], 0
+    for holding in by_dram:
+        if blocks > run.size.engine_blocks:
+            break
+        chosen.append(holding.prompt)
+        blocks += holding.blocks
+    return chosen
 
 
 def most_blocks(holdings: Sequence[Holding]) -> list[Holding]:

@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from client_sdk.cli.cluster import Cluster
 from client_sdk.cli.cluster_plan import NodePlan
+from client_sdk.cli.demo_settings import BLOCK_TOKENS, MAX_TOKENS, MODEL, DemoPrompt, DemoSize
 from client_sdk.cli.openai_client import Answer, OpenAiClient
 from client_sdk.cli.report import DemoReport, PhaseReport
 from client_sdk.cli.status import NodeView, read_status
@@ -27,14 +28,6 @@ from emberkv_proto.types import NodeHit, NodeId
 POLL_SECONDS = 0.1
 RESEND_LIMIT = 5
 RESEND_PAUSE_SECONDS = 0.2
-
-
-@dataclass(frozen=True, slots=True)
-class DemoPrompt:
-    """A prompt of the trace."""
-
-    name: str
-    token_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +54,7 @@ class DemoRun:
     cluster: Cluster
     session: aiohttp.ClientSession
     prompts: Sequence[DemoPrompt]
-    model: str
-    block_tokens: int
-    max_tokens: int
+    size: DemoSize
     report: DemoReport = field(default_factory=DemoReport)
     reference: dict[str, Answer] = field(default_factory=dict)
     """Answers of the run without a cache, by the prompt's or turn's name."""
@@ -77,7 +68,7 @@ class DemoRun:
         return self.cluster.plan.nodes[1]
 
     def client(self, url: str) -> OpenAiClient:
-        return OpenAiClient(self.session, url, self.model)
+        return OpenAiClient(self.session, url, MODEL)
 
     @property
     def router(self) -> OpenAiClient:
@@ -113,7 +104,7 @@ class DemoRun:
         answers: list[Answer] = []
 
         async def one(prompt: DemoPrompt) -> None:
-            answer = await resent(lambda: client.complete(list(prompt.token_ids), self.max_tokens))
+            answer = await resent(lambda: client.complete(list(prompt.token_ids), MAX_TOKENS))
             phase.add(prompt.name, answer, self.reference[prompt.name])
             answers.append(answer)
             if after_each is not None:
@@ -137,7 +128,10 @@ class DemoRun:
             MofNCompleteColumn(),
             TimeElapsedColumn(),
         )
-        with Progress(*columns, console=self.console, transient=True) as progress:
+        is_shown = self.console.is_terminal
+        with Progress(
+            *columns, console=self.console, transient=True, disable=not is_shown
+        ) as progress:
             bar = progress.add_task(escape(title), total=len(prompts))
 
             async def worker() -> None:
@@ -163,7 +157,7 @@ class DemoRun:
                 raise UnavailableError("no engine is announced, so no namespace is known")
             for prompt in prompts:
                 tokens = list(prompt.token_ids)
-                hashes = block_hashes(engines[0].namespace_id, tokens, self.block_tokens)
+                hashes = block_hashes(engines[0].namespace_id, tokens, BLOCK_TOKENS)
                 hits = await index.query(index_keys(hashes)) if hashes else []
                 by_node = {hit.node_id: hit for hit in hits}
                 found.append(Holding(prompt, len(hashes), by_node))
@@ -174,7 +168,7 @@ class DemoRun:
     async def where(self, prompt: DemoPrompt) -> tuple[NodeWhere, ...]:
         """As `emberkv where`."""
         plan = self.cluster.plan
-        query = WhereQuery(plan.index_address, plan.router_url, self.model, "", prompt.token_ids)
+        query = WhereQuery(plan.index_address, plan.router_url, MODEL, "", prompt.token_ids)
         return (await run_where(query)).nodes
 
     async def view(self, node: NodePlan) -> NodeView:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -134,8 +135,9 @@ def write_json(report: DemoReport, path: Path) -> None:
 
 
 def print_report(console: Console, report: DemoReport) -> None:
-    table = Table(title="hit tokens by source, time to first token (p50)")
-    table.add_column("phase")
+    title = "prompt tokens found, by source; time to first token (p50)"
+    table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("phase", no_wrap=True)
     for heading in ("requests", "prompt tokens", *SOURCES, "TTFT cold", "TTFT warm"):
         table.add_column(heading, justify="right")
     table.add_column("identical")
@@ -161,7 +163,10 @@ def _cells(phase: PhaseReport) -> Iterable[str]:
     for ttfts in (phase.cold_ttfts, phase.warm_ttfts):
         middle = median(ttfts)
         yield "-" if middle is None else f"{middle * 1000:.0f} ms"
-    yield "[red]no[/]" if phase.differences else "yes"
+    if not phase.requests:
+        yield "-"
+    else:
+        yield "[red]no[/]" if phase.differences else "yes"
 
 
 def _print_expectations(console: Console, expectations: Sequence[Expectation]) -> None:
