@@ -114,10 +114,10 @@ class Router:
 
         Engines are probed before the first request is taken, so a healthy one is known by then.
         """
-        self._sync_engines()
-        await self.prober.probe_all()
-        port = await self.server.start(self._cfg.host, self._cfg.port)
         try:
+            self._sync_engines()
+            await self.prober.probe_all()
+            port = await self.server.start(self._cfg.host, self._cfg.port)
             async with TaskGroup() as tasks:
                 background = [
                     tasks.create_task(self.prober.run()),

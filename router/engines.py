@@ -99,6 +99,7 @@ class EngineTable:
                 if not info.url:
                     continue  # an engine that is not served over HTTP
                 try:
+                    _check_printable(info)
                     engine = self.add(info.url, now)
                 except ValueError:
                     self.refused_announcements += 1
@@ -134,6 +135,12 @@ class EngineTable:
                 del self._engines[engine.url]
                 for callback in self.on_removed:
                     callback(engine)
+
+
+def _check_printable(info: EngineInfo) -> None:
+    # The id goes into a response header.
+    if not (info.engine_id.isprintable() and info.url.isprintable()):
+        raise ValueError(f"engine {info.engine_id!r} at {info.url!r} has unprintable characters")
 
 
 def _describe(engine: Engine, info: EngineInfo, node_id: str) -> None:

@@ -120,6 +120,7 @@ class FakeEngine:
         self.aborts = 0
         """Completions whose connection the router closed before their end."""
         self.aborted = asyncio.Event()
+        self._asked = asyncio.Event()
         self.active = 0
         self.connections = 0
         self.port = 0
@@ -137,6 +138,10 @@ class FakeEngine:
             yield self
         finally:
             await self.stop()
+
+    async def was_asked(self) -> None:
+        """Wait for the first completion or tokenization."""
+        await asyncio.wait_for(self._asked.wait(), 5)
 
     async def start(self) -> None:
         self._server = await asyncio.start_server(self._accept, "127.0.0.1", self.port)
@@ -179,8 +184,10 @@ class FakeEngine:
             return await answer({"object": "list", "data": [card]})(request, writer)
         if request.target == "/tokenize":
             self.tokenize_calls += 1
+            self._asked.set()
             return await self.tokenize(request, writer)
         self.requests.append(request)
+        self._asked.set()
         self.active += 1
         work = asyncio.ensure_future(self.completion(request, writer))
         gone = asyncio.ensure_future(reader.read(1))  # the router does not pipeline

@@ -9,8 +9,8 @@ from emberkv_proto.hashing import block_hashes, index_keys
 from emberkv_proto.types import EngineInfo, NamespaceId, NodeId
 from router.engines import EngineTable
 from router.health import BreakerLimits
-from tests.helpers.fake_engine import COMPLETION, FakeEngine, FakeRequest, answer, response
-from tests.helpers.router_client import HandIndex, HandNode, request, running_router
+from tests.helpers.fake_engine import COMPLETION, FakeEngine, FakeRequest, answer, hang, response
+from tests.helpers.router_client import HandIndex, HandNode, connected, request, running_router
 
 SPACE = NamespaceId(b"n" * 16)
 BLOCK = 4
@@ -209,9 +209,10 @@ def test_an_announcement_with_a_bad_url_or_length_harms_nobody() -> None:
             "http://h:1",
         )
     )
-    table.sync([HandNode(NodeId("a"), engines=infos)], 0.0)
+    evil = EngineInfo("e\r\nset-cookie: a", "http://h:2", "m", SPACE, BLOCK)
+    table.sync([HandNode(NodeId("a"), engines=(*infos, evil))], 0.0)
     assert [engine.url for engine in table] == ["http://h:1"]
-    assert table.refused_announcements == 5
+    assert table.refused_announcements == 6
     table.check_integrity()
 
 
@@ -224,3 +225,33 @@ async def test_a_static_engine_is_completed_by_its_announcement() -> None:
             assert (worker["engine"], worker["node_id"]) == ("engine-a", "a")
             assert worker["is_static"]
             assert worker["is_announced"]
+
+
+async def test_dead_and_full_engines_change_nothing_about_the_choice() -> None:
+    prompt = list(range(400))
+    async with FakeEngine().serving() as one, FakeEngine().serving() as two:
+        a, b = announced(one, "a"), announced(two, "b")
+        a.dram = keys_of(prompt[:200])
+        ghost = EngineInfo("ghost", "http://127.0.0.1:9", "m", SPACE, BLOCK)
+        dead = HandNode(NodeId("dead"), engines=(ghost,), dram=keys_of(prompt))
+        body = {"model": "m", "prompt": prompt}
+        for nodes in ((a, b), (a, b, dead)):
+            async with running_router(index=HandIndex(*nodes)) as router:
+                got = await request(router.port, "/route/explain", body)
+                assert got.json["chosen"] == "engine-a"
+                assert [item["engine"] for item in got.json["engines"]] == ["engine-a", "engine-b"]
+
+
+async def test_a_router_where_nothing_is_known_of_blocks_goes_by_load() -> None:
+    async with FakeEngine().serving() as one, FakeEngine().serving() as two:
+        one.completion = two.completion = hang()
+        async with running_router(one.url, two.url, index=HandIndex()) as router:
+            async with connected(router.port) as client:
+                client.post("/v1/completions", {"prompt": ["a", "b"]})
+                await asyncio.sleep(0.1)
+                idle = two if one.requests else one
+                idle.completion = answer(COMPLETION)
+                for _ in range(5):
+                    got = await request(router.port, "/v1/completions", {"prompt": ["a", "b"]})
+                    assert got.headers["x-emberkv-engine"] == idle.url
+            assert router.counter("no_token_requests_total", why="many_prompts") == 6

@@ -34,13 +34,16 @@ async def test_pipelined_requests_are_answered_in_order() -> None:
 
 
 async def test_requests_arrive_whole_however_they_are_cut() -> None:
-    async with FakeEngine().serving() as engine, running_router(engine.url) as router:
-        async with connected(router.port) as client:
-            for byte in http_post("/v1/completions", PROMPT):
-                client.send(bytes([byte]))
-                await client.writer.drain()
-                await asyncio.sleep(0)
-            assert (await client.read()).json == COMPLETION
+    async with (
+        FakeEngine().serving() as engine,
+        running_router(engine.url) as router,
+        connected(router.port) as client,
+    ):
+        for byte in http_post("/v1/completions", PROMPT):
+            client.send(bytes([byte]))
+            await client.writer.drain()
+            await asyncio.sleep(0)
+        assert (await client.read()).json == COMPLETION
 
 
 async def test_a_chunked_body_is_read_and_sent_on_with_its_length() -> None:
@@ -139,12 +142,15 @@ async def test_malformed_http_is_400_and_closed_without_asking_an_engine(raw: by
 
 
 async def test_an_error_waits_for_the_responses_before_it() -> None:
-    async with FakeEngine().serving() as engine, running_router(engine.url) as router:
-        async with connected(router.port) as client:
-            client.send(http_post("/v1/completions", PROMPT) + b"nonsense\r\n\r\n")
-            assert (await client.read()).status == 200
-            assert (await client.read()).status == 400
-            assert await client.is_closed()
+    async with (
+        FakeEngine().serving() as engine,
+        running_router(engine.url) as router,
+        connected(router.port) as client,
+    ):
+        client.send(http_post("/v1/completions", PROMPT) + b"nonsense\r\n\r\n")
+        assert (await client.read()).status == 200
+        assert (await client.read()).status == 400
+        assert await client.is_closed()
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[1]", b'"x"', b"\xff\xfe\x00", b"[" * 100_000])

@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 import time
+from itertools import pairwise
 
 import pytest
 
@@ -90,7 +91,7 @@ async def test_a_stream_passes_byte_for_byte_and_chunk_by_chunk() -> None:
                 assert await client.reader.readexactly(len(wanted)) == wanted
                 arrivals.append(time.monotonic())
             assert await client.reader.readexactly(5) == b"0\r\n\r\n"
-            gaps = [b - a for a, b in zip(arrivals, arrivals[1:], strict=False)]
+            gaps = [b - a for a, b in pairwise(arrivals)]
             assert min(gaps) > 0.04, gaps
             # The connection serves on.
             engine.completion = answer(COMPLETION)
@@ -113,8 +114,7 @@ async def test_a_client_that_goes_away_aborts_the_engine_within_100_ms(sent: byt
         engine.completion = hang(sent)
         async with connected(router.port) as client:
             client.post("/v1/completions", PROMPT)
-            while not engine.requests:
-                await asyncio.sleep(0.005)
+            await engine.was_asked()
             if sent:
                 await client.read_head()
             await asyncio.sleep(0.05)
@@ -132,8 +132,7 @@ async def test_a_client_that_goes_away_during_tokenization_is_forgotten() -> Non
         engine.tokenize = hang()
         async with connected(router.port) as client:
             client.post("/v1/completions", {"prompt": "abc"})
-            while not engine.tokenize_calls:
-                await asyncio.sleep(0.005)
+            await engine.was_asked()
         await asyncio.sleep(0.1)
         assert not engine.requests
         assert router.counter("aborts_total") == 1
@@ -386,8 +385,7 @@ async def test_full_engines_answer_429_and_none_healthy_503() -> None:
         engine.completion = hang()
         async with connected(router.port) as client:
             client.post("/v1/completions", PROMPT)
-            while not engine.requests:
-                await asyncio.sleep(0.005)
+            await engine.was_asked()
             got = await request(router.port, "/v1/completions", PROMPT)
             assert got.status == 429
             assert got.headers["retry-after"] == "1"
@@ -437,17 +435,20 @@ async def test_a_broken_index_never_fails_a_request() -> None:
 async def test_draining_lets_a_stream_end_and_takes_nothing_new() -> None:
     async with FakeEngine().serving() as engine:
         engine.completion = stream(EVENTS, pause_seconds=0.1)
-        async with running_router(engine.url) as router:
-            async with connected(router.port) as idle, connected(router.port) as client:
-                client.post("/v1/completions", PROMPT)
-                await client.read_head()
-                draining = asyncio.ensure_future(router.router.server.drain(5.0))
-                assert await idle.is_closed()
-                with pytest.raises(ConnectionError):
-                    await asyncio.open_connection("127.0.0.1", router.port)
-                body = await client.reader.read()
-                assert body.endswith(b"0\r\n\r\n")
-                assert await draining == 0
+        async with (
+            running_router(engine.url) as router,
+            connected(router.port) as idle,
+            connected(router.port) as client,
+        ):
+            client.post("/v1/completions", PROMPT)
+            await client.read_head()
+            draining = asyncio.ensure_future(router.router.server.drain(5.0))
+            assert await idle.is_closed()
+            with pytest.raises(ConnectionError):
+                await asyncio.open_connection("127.0.0.1", router.port)
+            body = await client.reader.read()
+            assert body.endswith(b"0\r\n\r\n")
+            assert await draining == 0
 
 
 async def test_draining_cuts_what_takes_too_long() -> None:

@@ -1,0 +1,159 @@
+"""`python -m router` as a process: start, endpoint file, index service, signals, mistakes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from client_sdk.aio import timeout
+from emberkv_proto import __version__
+from emberkv_proto.v1 import index_pb2, index_pb2_grpc
+from tests.helpers.fake_engine import SSE_HEAD, FakeEngine, chunk, hang, stream
+from tests.helpers.router_client import connected, request
+
+pytestmark = pytest.mark.process
+EVENTS = [b"data: %d\n\n" % i for i in range(5)] + [b"data: [DONE]\n\n"]
+
+
+def command(*settings: str) -> list[str]:
+    """A command line with these settings, and an index that needs no compiling."""
+    flags = [item for setting in ("index.backend=python", *settings) for item in ("--set", setting)]
+    return [sys.executable, "-m", "router", *flags]
+
+
+@dataclass
+class RouterProcess:
+    process: asyncio.subprocess.Process
+    endpoint: dict[str, Any]
+
+    @property
+    def port(self) -> int:
+        return int(self.endpoint["url"].rpartition(":")[2])
+
+
+@asynccontextmanager
+async def router_process(tmp_path: Path, *settings: str) -> AsyncIterator[RouterProcess]:
+    file = tmp_path / "run" / "router.json"
+    own = (f"router.endpoint_file={file}", "router.port=0", "index.port=0")
+    process = await asyncio.create_subprocess_exec(
+        *command(*own, *settings), stdout=subprocess.DEVNULL
+    )
+    try:
+        async with timeout(30):
+            while not file.exists():
+                assert process.returncode is None, "the router ended before it served"
+                await asyncio.sleep(0.05)
+        yield RouterProcess(process, json.loads(file.read_text()))
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+        process._transport.close()  # type: ignore[attr-defined]
+
+
+async def test_it_serves_names_its_addresses_and_ends_with_0_after_a_drain(tmp_path: Path) -> None:
+    async with FakeEngine().serving() as engine:
+        engine.completion = stream(EVENTS, pause_seconds=0.2)
+        async with router_process(tmp_path, f"router.engines=[{{url: '{engine.url}'}}]") as router:
+            assert router.endpoint["pid"] == router.process.pid
+            async with grpc.aio.insecure_channel(router.endpoint["index_address"]) as channel:
+                nodes = await index_pb2_grpc.IndexStub(channel).Nodes(
+                    index_pb2.NodesRequest(), timeout=5
+                )
+                assert list(nodes.nodes) == []
+            metrics = await request(router.port, "/metrics")
+            assert b"emberkv_index_query_seconds" in metrics.body
+            async with connected(router.port) as client:
+                client.post("/v1/completions", {"prompt": [1]})
+                await client.read_head()
+                os.kill(router.process.pid, signal.SIGTERM)
+                body = await client.reader.read()
+                assert body.endswith(b"0\r\n\r\n")
+                assert body.count(b"data:") == 6
+            assert await asyncio.wait_for(router.process.wait(), 10) == 0
+
+
+async def test_a_request_that_outlives_the_drain_is_cut_and_the_exit_is_still_0(
+    tmp_path: Path,
+) -> None:
+    async with FakeEngine().serving() as engine:
+        engine.completion = hang(SSE_HEAD + chunk(EVENTS[0]))
+        url = f"router.engines=[{{url: '{engine.url}'}}]"
+        async with router_process(tmp_path, url, "router.drain_seconds=0.3") as router:
+            async with connected(router.port) as client:
+                client.post("/v1/completions", {"prompt": [1]})
+                await client.read_head()
+                os.kill(router.process.pid, signal.SIGTERM)
+                assert await asyncio.wait_for(router.process.wait(), 10) == 0
+            await asyncio.wait_for(engine.aborted.wait(), 5)
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("router.polcy=cost", "did you mean 'policy'"),
+        ("router.policy=best", "router.policy"),
+        ("router.engines=[{url: 'ftp://x'}]", "must look like http://host:port"),
+        ("router.port=70000", "router.port"),
+        ("rooter.port=1", "unknown section 'rooter'"),
+        ("router.host=256.1.1.1", "router:"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_2(setting: str, said: str) -> None:
+    done = subprocess.run(
+        command(setting, "index.port=0"),
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert done.returncode == 2
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 1, done.stderr
+    assert said in lines[0]
+
+
+def test_a_taken_port_is_one_line_and_exit_2(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        for key in ("router.port", "index.port"):
+            other = "index.port=0" if key == "router.port" else "router.port=0"
+            done = subprocess.run(
+                command(f"{key}={port}", other),
+                capture_output=True,
+                text=True,
+                timeout=30,
+                check=False,
+            )
+            assert done.returncode == 2
+            assert "Traceback" not in done.stderr
+            # gRPC may log a line of its own before ours.
+            ours = [line for line in done.stderr.splitlines() if line.startswith("router: ")]
+            assert len(ours) == 1
+            assert str(port) in ours[0]
+
+
+def test_version_is_printed() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "router", "--version"],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=True,
+    )
+    assert done.stdout.strip() == __version__
