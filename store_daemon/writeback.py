@@ -154,6 +154,17 @@ class WritebackQueue:
         good = [record for i, record in enumerate(records) if i not in written.corrupt]
         written.results = self._ssd.append(good)
         written.reclaimed_after = self._ssd.reclaim()
+        # One reclaim makes room for one segment; a batch may need several.
+        while written.reclaimed_after:
+            failed = [i for i, r in enumerate(written.results) if isinstance(r, SsdFailure)]
+            if not failed:
+                break
+            for i, result in zip(failed, self._ssd.append([good[i] for i in failed]), strict=True):
+                written.results[i] = result
+            more = self._ssd.reclaim()
+            if not more:
+                break
+            written.reclaimed_after += more
         return written
 
     def _take_over(self, blocks: list[Block], records: list[SsdRecord], written: _Written) -> None:

@@ -67,6 +67,21 @@ class StoreMachine(RuleBasedStateMachine):
             self.small.write(session, hashes, staged)
             self.stages.append((rank, staged.stage_id, granted))
 
+    @rule(ns=st.integers(0, 1), seed=SEED, length=st.integers(4, 12))
+    def put(self, ns: int, seed: int, length: int) -> None:
+        """All ranks of an engine store the head of a chain."""
+        hashes = CHAINS[ns][seed][:length]
+        for part in range(NAMESPACES[ns].parts):
+            session = self.sessions[RANKS.index((ns, part))]
+            self.in_loop(lambda session=session: self.small.put(session, hashes))
+            for block_hash in hashes:
+                self.committed.add((block_hash, part))
+
+    @rule(ns=st.integers(0, 1), seed=SEED)
+    def put_and_write_back(self, ns: int, seed: int) -> None:
+        self.put(ns, seed, 12)
+        self.write_back()
+
     @precondition(lambda self: self.stages)
     @rule(data=st.data())
     def commit_some(self, data: st.DataObject) -> None:
@@ -89,8 +104,11 @@ class StoreMachine(RuleBasedStateMachine):
         rank, stage_id, _ = self.stages.pop(data.draw(st.integers(0, len(self.stages) - 1)))
         self.in_loop(lambda: self.small.store.abort(self.sessions[rank], stage_id))
 
-    @rule(rank=RANK, cut=st.booleans())
-    def end_session(self, rank: int, cut: bool) -> None:
+    @precondition(lambda self: self.stages or self.leases)
+    @rule(cut=st.booleans(), data=st.data())
+    def end_session(self, cut: bool, data: st.DataObject) -> None:
+        held = sorted({entry[0] for entry in [*self.stages, *self.leases]})
+        rank = data.draw(st.sampled_from(held))
         store = self.small.store
         end = store.cut_session if cut else store.end_session
         self.in_loop(lambda: end(self.sessions[rank]))
@@ -121,7 +139,7 @@ class StoreMachine(RuleBasedStateMachine):
         rank, lease = self.leases.pop(data.draw(st.integers(0, len(self.leases) - 1)))
         self.in_loop(lambda: self.small.store.release(self.sessions[rank], [lease.id]))
 
-    @rule(seconds=st.sampled_from([1.0, 6.0, 11.0]), beating=st.sets(RANK))
+    @rule(seconds=st.sampled_from([1.0, 3.0, 6.0]), beating=st.sets(RANK))
     def time_passes(self, seconds: float, beating: set[int]) -> None:
         self.small.clock.now += seconds
         for rank in beating:
@@ -139,15 +157,18 @@ class StoreMachine(RuleBasedStateMachine):
     def write_back(self) -> None:
         self.loop.run_until_complete(self.small.flush())
 
-    @rule()
-    def evict_one(self) -> None:
+    @rule(count=st.integers(1, 6))
+    def evict_some(self, count: int) -> None:
         holdings = self.small.store.holdings
-        victim = holdings.queue.oldest_of_all(holdings.catalog.is_evictable)
-        if victim is not None:
+        for _ in range(count):
+            victim = holdings.queue.oldest_of_all(holdings.catalog.is_evictable)
+            if victim is None:
+                break
             assert holdings.catalog.children(victim.hash) == 0
             holdings.evict(victim)
             holdings.publish()
 
+    @precondition(lambda self: len(self.committed) > 12)
     @rule()
     def killed_and_restarted(self) -> None:
         """The files are left as they are between two calls; nothing is closed in order."""
