@@ -48,7 +48,7 @@ class OperatorCalls:
 
 
 class GrpcServer:
-    """Serves Events, Peer and Operator on `grpc_host:grpc_port`.
+    """Serves Events, Peer and Operator on `grpc_host:grpc_port`. Make it on its event loop.
 
     A failed call carries the error's gRPC code, its message and, as trailing metadata, its type.
     """

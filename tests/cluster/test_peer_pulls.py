@@ -1,0 +1,294 @@
+"""Pulls between two real nodes: gRPC and TCP between two event loops, real bytes in two pools."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from emberkv_proto.types import BlockHash, Incarnation, NodeHit, NodeId
+from store_daemon.peer_health import HealthLimits
+from store_daemon.peer_transfer import TransferLimits
+from store_daemon.peers import PeerPuller, PullLimits, best_hit
+from store_daemon.transport.tcp import ReadLimits, TcpTransport
+from tests.helpers.anonymous_pool import AnonymousPool
+from tests.helpers.peer_doubles import (
+    MemoryIndex,
+    MemoryTarget,
+    chain,
+    small_namespace,
+    took_at_most,
+)
+from tests.helpers.peer_node import PeerNode, peer_node
+
+NAMESPACE = small_namespace()
+BLOCKS = 40
+MIB = 1 << 20
+
+
+@dataclass
+class Here:
+    puller: PeerPuller
+    index: MemoryIndex
+    target: MemoryTarget
+    owner: PeerNode
+    hashes: list[BlockHash]
+    transport: TcpTransport
+
+    async def pull(self, blocks: int = BLOCKS, deadline: float = 10.0) -> int:
+        return await self.puller.pull(NAMESPACE, None, self.hashes[:blocks], self.target, deadline)
+
+    @property
+    def failures(self) -> dict[str, int]:
+        return dict(self.puller.counters.failures)
+
+
+@pytest.fixture
+def owner() -> Iterator[PeerNode]:
+    with peer_node(NAMESPACE) as node:
+        yield node
+
+
+@pytest.fixture
+async def here(owner: PeerNode) -> AsyncIterator[Here]:
+    hashes = chain(NAMESPACE, BLOCKS)
+    owner.store.put(hashes)
+    index = MemoryIndex()
+    index.holds("peer", owner.grpc_address, hashes)
+    with AnonymousPool(8 * MIB) as pool:
+        target = MemoryTarget(pool.view, NAMESPACE)
+        transport = TcpTransport(Incarnation(8), read_limits=ReadLimits(progress_seconds=0.5))
+        transport.register(pool.view)
+        puller = PeerPuller(
+            NodeId("here"),
+            pool.view,
+            index,
+            transport,
+            limits=PullLimits(nodes_seconds=0.01),
+            transfer_limits=TransferLimits(blocks_per_read=4),
+            health_limits=HealthLimits(open_seconds=0.5, memory_seconds=0.0),
+        )
+        yield Here(puller, index, target, owner, hashes, transport)
+        puller.check_integrity()
+        await puller.close()
+        puller.check_integrity()
+        transport.shutdown()
+        target.check()
+        await assert_no_lease_is_left(owner)
+
+
+async def assert_no_lease_is_left(owner: PeerNode) -> None:
+    """Releases follow a pull in the background."""
+    deadline = time.monotonic() + 3.0
+    while owner.store.leases and time.monotonic() < deadline:  # noqa: ASYNC110 - another loop
+        await asyncio.sleep(0.01)
+    assert not owner.store.leases
+
+
+async def test_pull_lands_the_whole_run_byte_for_byte(here: Here) -> None:
+    assert await here.pull() == BLOCKS
+    assert list(here.target.landed) == here.hashes
+    counters = here.puller.counters
+    block_bytes = sum(NAMESPACE.part_bytes(part) for part in range(NAMESPACE.parts))
+    assert (counters.pulls, counters.pulled_blocks) == (1, BLOCKS)
+    assert counters.pulled_bytes == BLOCKS * block_bytes
+    assert not here.failures
+
+
+async def test_run_ends_where_the_peer_has_no_more(here: Here) -> None:
+    more = chain(NAMESPACE, BLOCKS + 5)
+    here.index.holds("peer", here.owner.grpc_address, more)  # the index says too much
+    landed = await here.puller.pull(NAMESPACE, None, more, here.target, 10.0)
+    assert landed == BLOCKS
+
+
+async def test_room_for_less_lands_less(here: Here) -> None:
+    here.target.room_blocks = 7
+    assert await here.pull() == 7
+    here.target.is_full = True
+    assert await here.pull(1) == 0
+    assert here.failures == {"no_room": 1}
+
+
+async def test_nobody_or_only_ourselves_or_a_node_that_is_not_ok_is_no_pull(here: Here) -> None:
+    other = chain(NAMESPACE, 3, seed=1)
+    assert await here.puller.pull(NAMESPACE, None, other, here.target, 1.0) == 0
+    here.index.holds("here", here.owner.grpc_address, other)
+    assert await here.puller.pull(NAMESPACE, None, other, here.target, 1.0) == 0
+    here.index.states[NodeId("peer")] = "suspect"
+    assert await here.pull() == 0
+    assert (here.puller.counters.unheld, here.puller.counters.pulls) == (3, 0)
+
+
+async def test_index_away_is_a_miss(here: Here) -> None:
+    here.index.is_away = True
+    assert await here.pull() == 0
+    assert here.failures == {"index": 1}
+
+
+async def test_stale_index_row_is_a_miss(here: Here) -> None:
+    other = chain(NAMESPACE, 3, seed=1)
+    here.index.holds("peer", here.owner.grpc_address, other)
+    assert await here.puller.pull(NAMESPACE, None, other, here.target, 5.0) == 0
+    assert here.failures == {"stale_index": 1}
+
+
+async def test_peer_that_knows_another_namespace_is_a_miss_without_blame(here: Here) -> None:
+    stranger = small_namespace(part_bytes=9000)
+    for _ in range(4):
+        assert await here.puller.pull(stranger, None, here.hashes, here.target, 5.0) == 0
+    assert here.failures == {"refused": 4}
+    assert await here.pull() == BLOCKS
+
+
+async def test_lying_peer_keeps_the_blocks_before_the_lie_and_loses_trust(here: Here) -> None:
+    here.owner.store.lies = {here.hashes[9]}
+    assert await here.pull() == 9
+    assert here.failures == {"checksum": 1}
+    here.owner.store.lies = set(here.hashes)
+    for _ in range(2):
+        assert await here.puller.pull(NAMESPACE, None, here.hashes[20:], here.target, 5.0) == 0
+    queries = here.owner.store.granted
+    assert await here.puller.pull(NAMESPACE, None, here.hashes[20:], here.target, 5.0) == 0
+    assert here.owner.store.granted == queries, "an open breaker still asked the peer"
+    here.owner.store.lies = set()
+    await asyncio.sleep(0.6)
+    assert await here.puller.pull(NAMESPACE, None, here.hashes[20:], here.target, 5.0) == 20
+
+
+async def test_dead_peer_is_a_quick_miss_and_opens_the_breaker(here: Here) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    here.index.addresses[NodeId("peer")] = f"127.0.0.1:{port}"
+    with took_at_most(5.0):
+        for _ in range(3):
+            assert await here.pull(deadline=2.0) == 0
+    assert here.failures == {"unavailable": 3}
+    unheld = here.puller.counters.unheld
+    assert await here.pull() == 0
+    assert here.puller.counters.unheld == unheld + 1
+
+
+async def test_silent_peer_ends_with_the_deadline(here: Here) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:  # accepts, never answers
+        here.index.addresses[NodeId("peer")] = f"127.0.0.1:{listener.getsockname()[1]}"
+        with took_at_most(1.5):
+            assert await here.pull(deadline=0.4) == 0
+    assert here.failures == {"deadline": 1}
+
+
+async def test_transport_that_is_down_is_a_miss(here: Here) -> None:
+    here.owner.transport.shutdown()
+    assert await here.pull() == 0
+    assert set(here.failures) == {"unavailable"}
+
+
+async def test_slow_peer_ends_with_the_deadline_and_keeps_the_prefix(here: Here) -> None:
+    here.owner.store.may_read_hook = lambda: time.sleep(0.004)
+    with took_at_most(2.0):
+        landed = await here.pull(deadline=0.6)
+    assert 0 < landed < BLOCKS
+    assert here.failures == {"deadline": 1}
+    here.owner.store.may_read_hook = lambda: None
+    assert await here.puller.pull(NAMESPACE, None, here.hashes[landed:], here.target, 9.0) > 0
+
+
+async def test_pull_that_cannot_be_in_time_is_not_begun(here: Here) -> None:
+    slow = HealthLimits(assumed_bytes_per_second=1.0)
+    here.puller._health_limits = slow
+    assert await here.pull(deadline=5.0) == 0
+    assert here.failures == {"too_slow": 1}
+    assert here.owner.store.granted == 0
+
+
+async def test_lease_that_the_owner_ended_is_a_miss_without_blame(here: Here) -> None:
+    here.owner.store.may_read_hook = lambda: here.owner.store.leases.update(
+        dict.fromkeys(here.owner.store.leases, ())
+    )
+    assert await here.pull() == 0
+    assert here.failures == {"lease": 1}
+
+
+async def test_cancellation_in_mid_pull_joins_the_threads_before_the_room_closes(
+    here: Here,
+) -> None:
+    here.owner.store.may_read_hook = lambda: time.sleep(0.004)
+    pulling = asyncio.create_task(here.pull())
+    while not here.target.landed:  # noqa: ASYNC110
+        await asyncio.sleep(0.005)
+    pulling.cancel()
+    with took_at_most(1.5), pytest.raises(asyncio.CancelledError):
+        await pulling
+    assert here.target.open_rooms == 0
+    here.owner.store.may_read_hook = lambda: None
+    here.target.check()
+    assert await here.puller.pull(NAMESPACE, None, here.hashes[30:], here.target, 9.0) == 10
+
+
+async def test_close_in_mid_pull_ends_it_as_a_miss(here: Here) -> None:
+    here.owner.store.may_read_hook = lambda: time.sleep(0.004)
+    pulling = asyncio.create_task(here.pull())
+    while not here.target.landed:  # noqa: ASYNC110
+        await asyncio.sleep(0.005)
+    with took_at_most(2.0):
+        await here.puller.close()
+        assert 0 < await pulling < BLOCKS
+    assert await here.pull() == 0
+
+
+async def test_pulls_of_one_block_are_shared(here: Here) -> None:
+    landed = await asyncio.gather(*(here.pull() for _ in range(5)))
+    assert landed == [BLOCKS] * 5
+    assert here.puller.counters.pulled_blocks == BLOCKS
+    assert here.owner.store.granted == 1
+
+
+async def test_shared_pull_goes_on_alone_where_the_chains_part(here: Here) -> None:
+    branch = here.hashes[:10] + chain(NAMESPACE, 5, seed=2)
+    here.owner.store.put(branch[10:])
+    here.index.holds("peer", here.owner.grpc_address, branch)
+    both = await asyncio.gather(
+        here.pull(20), here.puller.pull(NAMESPACE, None, branch, here.target, 10.0)
+    )
+    assert both == [20, 15]
+    assert here.target.parents == [None, here.hashes[9]]
+
+
+async def test_waiter_tries_by_itself_when_the_first_puller_was_cancelled(here: Here) -> None:
+    here.owner.store.may_read_hook = lambda: time.sleep(0.004)
+    first = asyncio.create_task(here.pull())
+    await asyncio.sleep(0.05)
+    second = asyncio.create_task(here.pull(deadline=20.0))
+    await asyncio.sleep(0.05)
+    first.cancel()
+    here.owner.store.may_read_hook = lambda: None
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    assert await second == BLOCKS
+
+
+async def test_restarted_owner_is_pulled_from_under_its_new_incarnation(here: Here) -> None:
+    assert await here.pull(5) == 5
+    with peer_node(NAMESPACE, incarnation=4) as reborn:
+        reborn.store.put(here.hashes)
+        here.index.addresses[NodeId("peer")] = reborn.grpc_address
+        await asyncio.sleep(0.02)
+        assert await here.puller.pull(NAMESPACE, None, here.hashes[5:], here.target, 9.0) == 35
+        await assert_no_lease_is_left(reborn)
+
+
+def test_best_hit_is_the_longest_then_the_fastest() -> None:
+    hits = [
+        NodeHit(NodeId("a"), 5, 0, 5),
+        NodeHit(NodeId("b"), 5, 4, 1),
+        NodeHit(NodeId("c"), 9, 9, 0),
+        NodeHit(NodeId("d"), 0, 0, 0),
+    ]
+    everyone = {hit.node_id for hit in hits}
+    assert best_hit(hits, everyone) == hits[2]
+    assert best_hit(hits, everyone - {NodeId("c")}) == hits[1]
+    assert best_hit(hits, {NodeId("d")}) is None
