@@ -157,7 +157,7 @@ class StoreMachine(RuleBasedStateMachine):
     def write_back(self) -> None:
         self.loop.run_until_complete(self.small.flush())
 
-    @rule(count=st.integers(1, 6))
+    @rule(count=st.sampled_from([1, 3, 30]))
     def evict_some(self, count: int) -> None:
         holdings = self.small.store.holdings
         for _ in range(count):
