@@ -95,7 +95,9 @@ class ModelDaemon:
 
     def report(self) -> NodeReport:
         digests = tuple(
-            TierDigest(tier, len(self.rows[tier]), reduce(xor, self.rows[tier], 0), 1 << 30, 1 << 20)
+            TierDigest(
+                tier, len(self.rows[tier]), reduce(xor, self.rows[tier], 0), 1 << 30, 1 << 20
+            )
             for tier in TIERS
         )
         return NodeReport(

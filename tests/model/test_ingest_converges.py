@@ -21,8 +21,8 @@ from global_index.dict_index import DictIndex
 from global_index.directory import NodeDirectory, StreamStep
 from global_index.index import BlockIndex
 from global_index.ingest import Exactness
-from global_index.memory_index import MemoryIndex
 from global_index.membership import Liveness, Membership
+from global_index.memory_index import MemoryIndex
 from global_index.naive_index import NaiveIndex
 from tests.helpers.model_daemon import TIERS, ModelDaemon
 
