@@ -67,7 +67,8 @@ def main() -> None:
     args = parser.parse_args()
 
     def may_read(lease_id: int, offset: int, length: int) -> bool:
-        time.sleep(args.delay)
+        if args.delay:
+            time.sleep(args.delay)
         return lease_id == LEASE
 
     pool = AnonymousPool(args.size)
