@@ -20,7 +20,7 @@ from router.discovery.static import add_static_engines
 from router.engine_client import EngineClient
 from router.engines import Engine, EngineTable
 from router.health import BreakerLimits
-from router.http_server import HttpServer, ServerLimits
+from router.http_server import HttpServer
 from router.load import LoadLedger
 from router.metrics import RouterMetrics
 from router.predicted import PredictedChains
@@ -28,6 +28,7 @@ from router.prober import Prober, ProbeTimes
 from router.proxy import Proxy, ProxyLimits
 from router.routes import Routes
 from router.scoring import Speeds
+from router.server_connection import ServerLimits
 from router.tokenize import TokenCache, Tokenizer
 from router.upstream_pool import UpstreamLimits, UpstreamPool
 from router.view import IndexView

@@ -25,10 +25,10 @@ from router.decision import (
 from router.engines import Engine
 from router.forwarding import client_head, request_id, upstream_request
 from router.http_message import Request, Response, error_response
-from router.http_server import ServerConnection
 from router.load import Charge, LoadLedger
 from router.metrics import RouterMetrics
 from router.relay import Relay
+from router.server_connection import ServerConnection
 from router.upstream_head import (
     DiedError,
     GarbledError,

@@ -11,10 +11,10 @@ from router.decision import Chooser, NoEngineError, SaturatedError, UnknownModel
 from router.engines import EngineTable
 from router.explain import explain, worker
 from router.http_message import Request, Response, error_response, json_response
-from router.http_server import ServerConnection
 from router.load import LoadLedger
 from router.metrics import RouterMetrics
 from router.proxy import BadBodyError, Proxy, parse_body
+from router.server_connection import ServerConnection
 
 Route = Callable[[Request, ServerConnection], Awaitable[None]]
 METRICS_TYPE = b"text/plain; version=0.0.4; charset=utf-8"

@@ -1,0 +1,398 @@
+"""One client's connection: an asyncio protocol over httptools.
+
+A connection answers its requests one at a time and in order, however they were pipelined. Each
+request runs as a task; when the client goes away the task is cancelled at once, which is how an
+upstream request is aborted. A half-closed connection counts as gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import httptools
+
+from router.http_message import Headers, Request, Response, error_response, format_response
+
+log = logging.getLogger(__name__)
+
+MAX_PIPELINED = 8
+LINGER_SECONDS = 2.0
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+
+class Source(Protocol):
+    """Where a response's bytes come from, so that a slow client can hold it back."""
+
+    def pause(self) -> None: ...
+
+    def resume(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ServerLimits:
+    max_body_bytes: int
+    max_header_bytes: int
+    client_idle_seconds: float
+
+
+Handler = Callable[[Request, "ServerConnection"], Awaitable[None]]
+
+
+class Listener(Protocol):
+    """The server a connection belongs to."""
+
+    handler: Handler
+    limits: ServerLimits
+    loop: asyncio.AbstractEventLoop
+    connections: set[ServerConnection]
+    is_draining: bool
+
+    def noticed_end(self) -> None:
+        """A response or a connection has ended."""
+        ...
+
+
+class _Refusal(Exception):
+    """The request being read is answered with an error; nothing after it can be read."""
+
+    def __init__(self, response: Response) -> None:
+        super().__init__(response.status)
+        self.response = response
+
+
+class ServerConnection(asyncio.Protocol):
+    """One client. Handlers answer with `respond`, or with `start`, `write` and `finish`."""
+
+    def __init__(self, server: Listener) -> None:
+        self._server = server
+        self._limits = server.limits
+        self._parser: Any = httptools.HttpRequestParser(self)
+        self._transport: asyncio.Transport = None  # type: ignore[assignment]
+        self._waiting: deque[Request | Response] = deque()
+        self._waiting_bytes = 0
+        self._task: asyncio.Task[None] | None = None
+        self._current: Request | None = None
+        self._source: Source | None = None
+        self._is_write_paused = False
+        self._is_read_paused = False
+        self._is_discarding = False
+        self._has_started = False
+        self._keep_alive = True
+        self._wants_continue = False
+        self.last_activity = server.loop.time()
+        self._fed_head_bytes = 0
+        self._reset_message()
+
+    # ---- what a handler may call ----
+
+    @property
+    def has_started(self) -> bool:
+        """Whether any byte of the current response was written."""
+        return self._has_started
+
+    def respond(self, response: Response) -> None:
+        """Write a whole response of our own and end the exchange."""
+        assert self._current is not None
+        keep_alive = self._current.keep_alive and not self._server.is_draining
+        self._has_started = True
+        self._transport.write(format_response(response, keep_alive))
+        self._keep_alive = keep_alive
+
+    def start(self, head: bytes, keep_alive: bool) -> Callable[[bytes], None]:
+        """Write a response head; return the function that writes what follows."""
+        self._has_started = True
+        self._keep_alive = keep_alive
+        self._transport.write(head)
+        return self._transport.write
+
+    def attach(self, source: Source) -> None:
+        """From now on a full send buffer pauses `source`."""
+        self._source = source
+        if self._is_write_paused:
+            source.pause()
+
+    def detach(self) -> None:
+        self._source = None
+
+    def close_after_response(self) -> None:
+        """The response just written was the last of this connection."""
+        self._keep_alive = False
+
+    def abort(self) -> None:
+        """Close at once, so that the client sees a cut response."""
+        self._keep_alive = False
+        self._transport.abort()
+
+    @property
+    def wants_keep_alive(self) -> bool:
+        """Whether the current response may promise to keep the connection."""
+        return (
+            self._current is not None and self._current.keep_alive and not self._server.is_draining
+        )
+
+    # ---- asyncio.Protocol ----
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is one by shape only
+        self._server.connections.add(self)
+
+    def data_received(self, data: bytes) -> None:
+        self.last_activity = self._server.loop.time()
+        if self._is_discarding:
+            return
+        try:
+            self._parse(data)
+        except httptools.HttpParserError as error:
+            cause = error.__context__
+            if isinstance(cause, _Refusal):
+                self._refuse(cause.response)
+            else:
+                self._refuse(error_response(400, f"malformed HTTP: {error}"))
+        except _Refusal as refusal:
+            self._refuse(refusal.response)
+
+    def eof_received(self) -> bool:
+        if self._task is not None:
+            self._task.cancel()
+            self._transport.abort()
+        return False
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._server.connections.discard(self)
+        if self._task is not None:
+            self._task.cancel()
+        self._waiting.clear()
+        self._server.noticed_end()
+
+    def pause_writing(self) -> None:
+        self._is_write_paused = True
+        if self._source is not None:
+            self._source.pause()
+
+    def resume_writing(self) -> None:
+        self._is_write_paused = False
+        self.last_activity = self._server.loop.time()
+        if self._source is not None:
+            self._source.resume()
+
+    # ---- httptools callbacks ----
+
+    def on_message_begin(self) -> None:
+        self._reset_message()
+        self._is_reading_message = True
+
+    def on_url(self, url: bytes) -> None:
+        self._url += url
+        self._count_head(len(url))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._count_head(len(name) + len(value) + 4)
+        self._headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        self._is_head_complete = True
+        for name, value in self._headers:
+            if name == b"content-length" and int(value) > self._limits.max_body_bytes:
+                raise _Refusal(self._too_large())
+            if name == b"expect":
+                if value.lower() != b"100-continue":
+                    raise _Refusal(error_response(417, "only Expect: 100-continue is known"))
+                self._wants_continue = True
+        self._send_continue()
+
+    def on_body(self, body: bytes) -> None:
+        self._body_bytes += len(body)
+        if self._body_bytes > self._limits.max_body_bytes:
+            raise _Refusal(self._too_large())
+        self._body.append(body)
+
+    def on_message_complete(self) -> None:
+        if self._parser.should_upgrade():
+            return  # only the head was read; see _parse
+        self._is_reading_message = False
+        self._wants_continue = False
+        try:
+            url = httptools.parse_url(self._url)
+            path = (url.path or b"/").decode("ascii")
+        except (httptools.HttpParserInvalidURLError, UnicodeDecodeError):
+            raise _Refusal(error_response(400, "malformed request target")) from None
+        target = (url.path or b"/") + (b"?" + url.query if url.query else b"")
+        parser = self._parser
+        request = Request(
+            parser.get_method().decode(),
+            path,
+            target,
+            self._headers,
+            self._body[0] if len(self._body) == 1 else b"".join(self._body),
+            parser.get_http_version(),
+            bool(parser.should_keep_alive()),
+        )
+        self._enqueue(request)
+
+    # ---- inside ----
+
+    def _reset_message(self) -> None:
+        self._url = b""
+        self._headers: Headers = []
+        self._body: list[bytes] = []
+        self._body_bytes = 0
+        self._head_bytes = 0
+        self._is_head_complete = False
+        self._is_reading_message = False
+
+    def _parse(self, data: bytes) -> None:
+        was_in_head = self._is_in_head
+        while data:
+            try:
+                self._parser.feed_data(data)
+            except httptools.HttpParserUpgrade as upgrade:
+                # HTTP lets a server ignore an offered upgrade, but this parser stops after such a
+                # head, before any body: read the head again without the offer.
+                data = self._head_without_upgrade() + data[upgrade.args[0] :]
+                self._parser = httptools.HttpRequestParser(self)
+                continue
+            break
+        # A header line without end is not reported to on_header until it ends.
+        if was_in_head and self._is_in_head:
+            self._fed_head_bytes += len(data)
+            if self._fed_head_bytes > self._limits.max_header_bytes:
+                raise _Refusal(self._head_too_large())
+        else:
+            self._fed_head_bytes = 0
+
+    def _head_without_upgrade(self) -> bytes:
+        method = self._parser.get_method()
+        if method == b"CONNECT":
+            raise _Refusal(error_response(405, "CONNECT is not offered"))
+        version = self._parser.get_http_version().encode()
+        lines = [b"%s %s HTTP/%s\r\n" % (method, self._url, version)]
+        lines += [b"%s: %s\r\n" % item for item in self._headers if item[0] != b"upgrade"]
+        return b"".join(lines) + b"\r\n"
+
+    @property
+    def _is_in_head(self) -> bool:
+        return self._is_reading_message and not self._is_head_complete
+
+    def _count_head(self, size: int) -> None:
+        self._head_bytes += size
+        if self._head_bytes > self._limits.max_header_bytes:
+            raise _Refusal(self._head_too_large())
+
+    def _head_too_large(self) -> Response:
+        return error_response(
+            431, f"request head is over the limit of {self._limits.max_header_bytes} bytes"
+        )
+
+    def _too_large(self) -> Response:
+        return error_response(
+            413, f"request body is over the limit of {self._limits.max_body_bytes} bytes"
+        )
+
+    def _send_continue(self) -> None:
+        """Let the client send its body, once all earlier responses are out."""
+        if self._wants_continue and self._task is None and not self._waiting:
+            self._wants_continue = False
+            if not self._body_bytes:
+                self._transport.write(_CONTINUE)
+
+    def _refuse(self, response: Response) -> None:
+        """Answer after what is pending, then close; whatever else comes is thrown away."""
+        self._is_discarding = True
+        self._body.clear()
+        self._enqueue(response)
+
+    def _enqueue(self, item: Request | Response) -> None:
+        self._waiting.append(item)
+        if isinstance(item, Request):
+            self._waiting_bytes += len(item.body)
+        self._next()
+        is_full = (
+            len(self._waiting) >= MAX_PIPELINED or self._waiting_bytes > self._limits.max_body_bytes
+        )
+        if is_full and not self._is_read_paused:
+            self._is_read_paused = True
+            self._transport.pause_reading()
+
+    def _next(self) -> None:
+        if self._task is not None or self._transport.is_closing():
+            return
+        if not self._waiting:
+            self._send_continue()
+            return
+        item = self._waiting.popleft()
+        if isinstance(item, Response):
+            self._transport.write(format_response(item, keep_alive=False))
+            self._linger()
+            return
+        self._waiting_bytes -= len(item.body)
+        if self._is_read_paused and not self._waiting:
+            self._is_read_paused = False
+            self._transport.resume_reading()
+        self._current = item
+        self._has_started = False
+        self._task = self._server.loop.create_task(self._run(item))
+
+    async def _run(self, request: Request) -> None:
+        try:
+            await self._server.handler(request, self)
+        except asyncio.CancelledError:
+            # The client is gone or the drain is over; nobody waits for this task's result.
+            self._transport.abort()
+        except Exception:
+            log.exception("request %s %s failed", request.method, request.path)
+            if self._has_started:
+                self._transport.abort()
+            else:
+                self.respond(error_response(500, "internal error of the router"))
+        finally:
+            self._task = None
+            self._current = None
+            self._source = None
+            self.last_activity = self._server.loop.time()
+        self._after_response()
+
+    def _after_response(self) -> None:
+        if not self._keep_alive or self._server.is_draining:
+            self._transport.close()
+        else:
+            self._next()
+        self._server.noticed_end()
+
+    def _linger(self) -> None:
+        """Close without a reset, which could destroy the response on its way to the client."""
+        if self._transport.can_write_eof():
+            self._transport.write_eof()
+        self._server.loop.call_later(LINGER_SECONDS, self._transport.abort)
+
+    # ---- what the server calls ----
+
+    @property
+    def is_busy(self) -> bool:
+        return self._task is not None or bool(self._waiting)
+
+    def cancel(self) -> None:
+        """End the current request, if any, and close."""
+        if self._task is not None:
+            self._task.cancel()
+        self._transport.abort()
+
+    def close_if_idle(self) -> None:
+        if not self.is_busy:
+            self._transport.close()
+
+    def check_idle(self, now: float) -> None:
+        """Close a connection that has waited too long for a request or for its client to read."""
+        if now - self.last_activity < self._limits.client_idle_seconds:
+            return
+        if self._transport.is_closing() or self._is_write_paused:
+            self.cancel()
+        elif not self.is_busy and not self._is_discarding:
+            if self._is_reading_message:
+                self._refuse(error_response(408, "the request did not come to its end in time"))
+            else:
+                self._transport.close()
