@@ -25,6 +25,9 @@ from emberkv_proto.errors import ConfigError
 
 async def serve(cfg: EngineSection) -> None:
     """Serve until SIGTERM or SIGINT; then let running requests finish, save, and end."""
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
     engine = TorchEngine(cfg)
     runner = web.AppRunner(
         EngineServer(engine).app,
@@ -42,10 +45,6 @@ async def serve(cfg: EngineSection) -> None:
         if cfg.endpoint_file is not None:
             _write_endpoint(cfg.endpoint_file, url)
         print(f"engine {cfg.engine_id} serves {cfg.model} at {url}", flush=True)
-        stop = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, stop.set)
         await stop.wait()
     finally:
         await runner.cleanup()
