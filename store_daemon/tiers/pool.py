@@ -218,7 +218,7 @@ class Pool:
         for number in range(self.slots.extent_count):
             base = POOL_HEADER_BYTES + number * self.slots.extent_bytes
             try:
-                header = ExtentHeader.unpack(self._view[base : base + 128])
+                header = ExtentHeader.unpack(bytes(self._view[base : base + 128]))
             except CorruptionError:
                 continue
             size = SizeClass(header.namespace_id, header.part, header.payload_bytes)
@@ -241,7 +241,7 @@ class Pool:
             if state != SlotState.COMMITTED:
                 continue
             try:
-                header = SlotHeader.unpack(self._view[at : at + SLOT_HEADER_BYTES])
+                header = SlotHeader.unpack(bytes(self._view[at : at + SLOT_HEADER_BYTES]))
             except CorruptionError as error:
                 log.warning("slot dropped: extent=%d slot=%d %s", extent.number, number, error)
                 continue

@@ -103,6 +103,7 @@ class SmallStore:
         )
         self.clock = clock or FakeClock()
         self.book = EventBook()
+        self.is_closed = False
         self.index = LocalIndex.open(self.settings.daemon.data_dir, "node-1")
         known = {
             size_class
@@ -119,10 +120,8 @@ class SmallStore:
 
     async def close(self) -> None:
         """End it in order. The files stay, as after a kill."""
+        self.is_closed = True
         await self.store.close(5.0)
-        self.close_files()
-
-    def close_files(self) -> None:
         if self.ssd is not None:
             self.ssd.close()
         self.index.close()
