@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,8 +19,8 @@ from client_sdk import AsyncClient, OperatorClient, SyncClient
 from emberkv_proto.errors import StaleIncarnationError, UnavailableError
 from emberkv_proto.hashing import block_hashes, lora_key
 from emberkv_proto.layout import Group, GroupKind, KvLayout, Namespace
-from emberkv_proto.types import AcquirePolicy, BlockHash, EngineInfo, StageState, Tier
-from tests.helpers.daemon_process import ROOT, DaemonProcess
+from emberkv_proto.types import AcquirePolicy, BlockHash, EngineInfo, Source, StageState, Tier
+from tests.helpers.daemon_process import MIB, ROOT, DaemonProcess
 
 pytestmark = pytest.mark.process
 
@@ -83,9 +83,9 @@ def check_readable(client: SyncClient, hashes: list[BlockHash]) -> None:
         assert lease.is_valid
 
 
-def wait_until(holds: object, seconds: float = 10.0) -> None:
+def wait_until(holds: Callable[[], bool], seconds: float = 10.0) -> None:
     deadline = time.monotonic() + seconds
-    while not holds():  # type: ignore[operator]
+    while not holds():
         assert time.monotonic() < deadline, "did not come true in time"
         time.sleep(0.02)
 
@@ -327,6 +327,27 @@ def test_full_pool_evicts_for_new_blocks_but_never_what_is_leased(
         for i, block_hash in enumerate(HASHES):
             assert bytes(lease.view(i)) == payload(block_hash)
     assert client.status().tiers[0].used_bytes <= daemon.capacity_bytes
+
+
+def test_blocks_that_went_to_ssd_are_waited_for_and_come_back_whole(tmp_path: Path) -> None:
+    with (
+        DaemonProcess(tmp_path / "node", capacity_bytes=2 * MIB, ssd_bytes=32 * MIB) as daemon,
+        SyncClient(daemon.socket_path, NAMESPACE) as client,
+    ):
+        chains = [
+            block_hashes(NAMESPACE.id, TOKENS, 16, salt=number.to_bytes(2, "little"))
+            for number in range(40)
+        ]
+        for number, chain in enumerate(chains):  # 7.5 MiB through 2 MiB of DRAM
+            store(client, chain)
+            count = 12 * (number + 1)
+            wait_until(lambda count=count: client.status().tiers[1].blocks >= count)
+        with client.acquire(chains[0], deadline_seconds=5.0) as lease:
+            assert set(lease.sources) == {Source.SSD}
+        for chain in chains:
+            check_readable(client, chain)
+        with daemon.operator() as operator:
+            assert operator.check() == []
 
 
 ENTER_AS = """
