@@ -50,8 +50,11 @@ class Engine:
 
     def serves(self, model: str) -> bool:
         """Whether a request for `model` may go here; an engine of unknown models takes any."""
-        known = self.models
-        return not known or not model or model in known
+        if not model or model == self.model:
+            return True
+        if any(card["id"] == model for card in self.model_cards):
+            return True
+        return not self.model and not self.model_cards
 
 
 class EngineTable:
