@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import uvloop
 
 from client_sdk.engine.torch_engine.__main__ import main
 from client_sdk.engine.torch_engine.config import EngineSection
@@ -43,6 +44,12 @@ def daemon(tmp_path: Path) -> Iterator[DaemonProcess]:
 @pytest.fixture(scope="module")
 def expected() -> list[tuple[int, ...]]:
     return uncached_answers(PROMPTS, ANSWER)
+
+
+@pytest.fixture(scope="module")
+def libuv() -> None:
+    """libuv opens one pipe at its first loop and keeps it for the whole process."""
+    uvloop.new_event_loop().close()
 
 
 def config(daemon: DaemonProcess, **changes: Any) -> EngineSection:
@@ -203,12 +210,14 @@ def _events(stream: bytes) -> list[Any]:
     return [json.loads(part.removeprefix("data: ")) for part in parts[:-2]]
 
 
+@pytest.mark.usefixtures("libuv")
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["--set", "engine.prot=1"], "did you mean 'port'"),
         (["--set", "engine.heads=3"], "multiple of kv_heads"),
         (["--config", "/nowhere/engine.yaml"], "cannot be read"),
+        (["--set", "engine.port=0", "--set", f"engine.socket_path=/{'s' * 120}"], "107"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(

@@ -20,7 +20,7 @@ from client_sdk.engine.torch_engine.engine import TorchEngine
 from client_sdk.engine.torch_engine.server import EngineServer
 from client_sdk.settings import load_settings
 from emberkv_proto import __version__
-from emberkv_proto.errors import ConfigError
+from emberkv_proto.errors import InvalidRequestError
 
 
 async def serve(cfg: EngineSection) -> None:
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     try:
         uvloop.run(serve(load_settings(EngineSettings, options.config, options.set).engine))
-    except (ConfigError, OSError) as error:
+    except (InvalidRequestError, OSError) as error:
         print(f"engine: {error}", file=sys.stderr)
         return 2
     return 0

@@ -93,7 +93,11 @@ class TorchEngine:
         self._thread = threading.Thread(target=self._run, name="engine-steps", daemon=True)
 
     def start(self, url: str) -> None:
-        """Begin to serve; with a store, also announce `url` to its daemon."""
+        """Begin to serve; with a store, also announce `url` to its daemon, now or when it is up.
+
+        Raises:
+            InvalidRequestError: cfg.socket_path can never be a socket.
+        """
         cfg = self.cfg
         if (connect := self._connect) is not None:
             info = EngineInfo(
@@ -105,8 +109,8 @@ class TorchEngine:
                 cfg.role,
             )
             self.store = StoreLink(
-                lambda: connect(info),
-                lambda: connect(None),
+                connect(info),
+                connect(None),
                 self.pages.numpy(),
                 cfg.save_queue_blocks,
                 self._news.set,
@@ -115,9 +119,13 @@ class TorchEngine:
 
     def submit(self, prompt: Sequence[int], max_tokens: int, salt: bytes, sink: Sink) -> str:
         """Queue a request (any thread). `prompt` is shorter than cfg.max_tokens."""
+        assert 0 < len(prompt) < self.cfg.max_tokens, f"{len(prompt)} tokens"
         request = Request(uuid.uuid4().hex, tuple(prompt), max_tokens, salt)
         flight = _Flight(request, sink, time.monotonic())
-        self._command(lambda: self._begin(flight))
+        if self._is_stopping:
+            sink(Failed("the engine is shutting down"))
+        else:
+            self._command(lambda: self._begin(flight))
         return request.id
 
     def abort(self, request_id: str) -> None:
@@ -161,10 +169,16 @@ class TorchEngine:
         self._news.set()
 
     def _run(self) -> None:
-        while not self._is_stopping:
-            if not self._turn():
-                self._news.wait(self._patience())
-                self._news.clear()
+        try:
+            while not self._is_stopping:
+                if not self._turn():
+                    self._news.wait(self._patience())
+                    self._news.clear()
+        except Exception:
+            log.exception("the step loop broke; the engine ends")
+        self._is_stopping = True
+        while self._commands:
+            self._commands.popleft()()
         for request_id in list(self._flights):
             self._fail(request_id, "the engine is shutting down")
 

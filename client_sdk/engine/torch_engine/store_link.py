@@ -91,12 +91,12 @@ class SaveJob:
 
 
 class StoreLink:
-    """Loader and saver thread. `wake` is called, from them, whenever the engine has news."""
+    """Loader and saver thread, which own their clients. They call `wake` when there is news."""
 
     def __init__(
         self,
-        connect_loader: Callable[[], SyncClient],
-        connect_saver: Callable[[], SyncClient],
+        loader_client: SyncClient,
+        saver_client: SyncClient,
         pages: Pages,
         save_queue_blocks: int,
         wake: Callable[[], None],
@@ -110,7 +110,7 @@ class StoreLink:
         self._loads: queue.SimpleQueue[LoadJob | None] = queue.SimpleQueue()
         self._saves: queue.SimpleQueue[SaveJob | None] = queue.SimpleQueue()
         self._copied: deque[SaveJob] = deque()
-        self._connect_loader, self._connect_saver = connect_loader, connect_saver
+        self._loader_client, self._saver_client = loader_client, saver_client
         self._threads = [
             threading.Thread(target=loop, name=name, daemon=True)
             for name, loop in (("kv-loader", self._load_loop), ("kv-saver", self._save_loop))
@@ -152,7 +152,7 @@ class StoreLink:
             self.counts[what] += blocks
 
     def _load_loop(self) -> None:
-        with self._connect_loader() as client:
+        with self._loader_client as client:
             for job in self._jobs(self._loads, client):
                 try:
                     self._guard("load", partial(self._load, client, job))
@@ -162,7 +162,7 @@ class StoreLink:
                     self._wake()
 
     def _save_loop(self) -> None:
-        with self._connect_saver() as client:
+        with self._saver_client as client:
             for job in self._jobs(self._saves, client):
                 try:
                     self._guard("save", partial(self._save, client, job))

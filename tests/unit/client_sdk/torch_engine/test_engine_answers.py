@@ -289,3 +289,19 @@ def test_a_step_that_fails_ends_its_requests_and_not_the_engine(
             assert isinstance(listener.next(), Failed)
         assert len(ask(engine, [[1, 2, 3]], 5)[0].tokens) == 5
         until(lambda: engine.scheduler.pool.free_blocks == 64)
+
+
+def test_a_loop_that_breaks_ends_the_requests_and_refuses_new_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = TorchEngine(tiny_config())
+    monkeypatch.setattr(engine.scheduler, "plan", lambda: 1 / 0)
+    engine.start("http://127.0.0.1:1")
+    listener, late = Listener(), Listener()
+    engine.submit([1, 2, 3], 5, b"", listener.events.put)
+    assert isinstance(listener.next(), Failed)
+    until(lambda: not engine.is_alive)
+    engine.submit([1, 2, 3], 5, b"", late.events.put)
+    assert isinstance(late.next(), Failed)
+    engine.close()
+    engine.check_integrity()
