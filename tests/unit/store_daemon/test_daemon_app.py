@@ -1,0 +1,126 @@
+"""The whole daemon in this process: what it serves, and that it stops in order."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from client_sdk.aio import timeout
+from client_sdk.async_client import AsyncClient
+from emberkv_proto.errors import PreflightError
+from store_daemon.app import ENDPOINTS_FILE, Daemon
+from store_daemon.config import DaemonSettings
+from tests.helpers.store import chain, payload, small_namespace
+
+NAMESPACE = small_namespace()
+
+
+def settings_in(directory: Path, **daemon: object) -> DaemonSettings:
+    return DaemonSettings.model_validate(
+        {
+            "node": {"id": "node-1"},
+            "daemon": {
+                "socket_path": directory / "s",
+                "data_dir": directory / "data",
+                "grpc_port": 0,
+                "metrics_port": 0,
+                "drain_seconds": 3.0,
+                **daemon,
+            },
+            "dram": {
+                "path": directory / "pool",
+                "capacity_bytes": 1 << 20,
+                "extent_bytes": 1 << 16,
+            },
+            "ssd": {
+                "path": directory / "ssd",
+                "capacity_bytes": 1 << 20,
+                "segment_bytes": 1 << 16,
+                "direct_io": False,
+            },
+        }
+    )
+
+
+@asynccontextmanager
+async def running(settings: DaemonSettings) -> AsyncIterator[Daemon]:
+    daemon = Daemon(settings)
+    task = asyncio.ensure_future(daemon.run())
+    serving = asyncio.ensure_future(daemon.is_serving.wait())
+    await asyncio.wait({task, serving}, timeout=20, return_when=asyncio.FIRST_COMPLETED)
+    serving.cancel()
+    if task.done():
+        task.result()
+    try:
+        yield daemon
+    finally:
+        daemon.stop()
+        async with timeout(10):
+            await task
+
+
+async def http(address: str, path: str) -> tuple[str, str]:
+    host, port = address.rsplit(":", 1)
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+    answer = (await asyncio.wait_for(reader.read(), 5)).decode()
+    writer.close()
+    await writer.wait_closed()
+    head, _, body = answer.partition("\r\n\r\n")
+    return head.split("\r\n")[0], body
+
+
+async def test_blocks_outlive_the_daemon_and_its_numbers_add_up(tmp_path: Path) -> None:
+    settings = settings_in(tmp_path)
+    hashes = chain(NAMESPACE, 10)
+    async with running(settings) as daemon:
+        client = AsyncClient(tmp_path / "s", NAMESPACE)
+        staged = await client.stage(hashes)
+        for number in staged.granted:
+            staged.view(number)[:] = payload(hashes[number], 0, 5000)
+        assert await staged.commit() == 10
+        assert (await client.probe(hashes)).hit_blocks == 10
+        await client.close()
+        endpoints = json.loads((tmp_path / "data" / ENDPOINTS_FILE).read_text())
+        assert daemon.endpoints is not None
+        assert endpoints["metrics_address"] == daemon.endpoints.metrics_address
+        status, text = await http(endpoints["metrics_address"], "/metrics")
+        assert status.endswith("200 OK")
+        values = {
+            (sample.name, *sample.labels.values()): sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+        }
+        assert values["emberkv_store_blocks", "dram"] == 10
+        assert values["emberkv_store_staged_blocks_total", "granted"] == 10
+        assert values["emberkv_store_unconserved_blocks", "dram"] == 0
+        assert (await http(endpoints["metrics_address"], "/ready"))[0].endswith("200 OK")
+        assert (await http(endpoints["metrics_address"], "/no"))[0].endswith("404 Not Found")
+        assert daemon.store is not None
+        daemon.store.check_integrity()
+    assert not (tmp_path / "data" / ENDPOINTS_FILE).exists()
+    assert not (tmp_path / "s").exists()
+    async with running(settings) as daemon:
+        client = AsyncClient(tmp_path / "s", NAMESPACE)
+        lease = await client.acquire(hashes, deadline_seconds=5.0)
+        await lease.wait(10, 5.0)
+        assert lease.ready_blocks == 10
+        assert all(bytes(lease.view(n)) == payload(hashes[n], 0, 5000) for n in range(10))
+        await lease.release()
+        await client.close()
+        assert daemon.endpoints is not None
+        assert daemon.endpoints.incarnation > endpoints["incarnation"]
+
+
+async def test_a_second_daemon_on_the_same_files_is_refused(tmp_path: Path) -> None:
+    async with running(settings_in(tmp_path)):
+        with pytest.raises(PreflightError, match="listens on"):
+            await Daemon(settings_in(tmp_path)).run()
+        with pytest.raises(PreflightError, match=r"daemon\.data_dir|in use by"):
+            await Daemon(settings_in(tmp_path, socket_path=tmp_path / "other")).run()
