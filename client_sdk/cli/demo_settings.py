@@ -57,6 +57,7 @@ def demo_settings(size: DemoSize) -> tuple[str, ...]:
         f"engine.model={MODEL}",
         f"engine.vocab={VOCAB}",
         f"engine.block_tokens={BLOCK_TOKENS}",
+        "engine.ffn=256",
         f"engine.num_blocks={size.engine_blocks}",
         f"dram.capacity_bytes={size.dram_bytes}",
         f"dram.extent_bytes={MIB}",

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -135,12 +134,12 @@ def write_json(report: DemoReport, path: Path) -> None:
 
 
 def print_report(console: Console, report: DemoReport) -> None:
-    title = "prompt tokens found, by source; time to first token (p50)"
-    table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    title = "prompt tokens found, by source; p50 of the time to the first token"
+    table = Table(title=title, box=None, padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column("phase", no_wrap=True)
-    for heading in ("requests", "prompt tokens", *SOURCES, "TTFT cold", "TTFT warm"):
-        table.add_column(heading, justify="right")
-    table.add_column("identical")
+    for heading in ("requests", "prompt\ntokens", *SOURCES, "cold\nms", "warm\nms"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("identical", no_wrap=True)
     for phase in report.phases:
         table.add_row(*_cells(phase))
     console.print(table)
@@ -148,6 +147,7 @@ def print_report(console: Console, report: DemoReport) -> None:
         "cold: the same prompts in an engine without any cache, one at a time;"
         " warm: requests of the phase that found at least half of their prompt",
         style="dim",
+        soft_wrap=True,
     )
     _print_expectations(console, report.expectations)
     verdict = "[green]all held[/]" if report.ok else "[bold red]FAILED[/]"
@@ -162,7 +162,7 @@ def _cells(phase: PhaseReport) -> Iterable[str]:
         yield str(phase.hit_tokens[source])
     for ttfts in (phase.cold_ttfts, phase.warm_ttfts):
         middle = median(ttfts)
-        yield "-" if middle is None else f"{middle * 1000:.0f} ms"
+        yield "-" if middle is None else f"{middle * 1000:.0f}"
     if not phase.requests:
         yield "-"
     else:
@@ -172,4 +172,5 @@ def _cells(phase: PhaseReport) -> Iterable[str]:
 def _print_expectations(console: Console, expectations: Sequence[Expectation]) -> None:
     for expectation in expectations:
         mark = "[green]held  [/]" if expectation.held else "[bold red]FAILED[/]"
-        console.print(f"{mark} {escape(expectation.name)}: [dim]{escape(expectation.seen)}[/]")
+        line = f"{mark} {escape(expectation.name)}: [dim]{escape(expectation.seen)}[/]"
+        console.print(line, soft_wrap=True)

@@ -60,17 +60,21 @@ async def _serve(console: Console, cluster: Cluster) -> int:
 
 def _print_addresses(console: Console, cluster: Cluster) -> None:
     plan = cluster.plan
-    console.print(f"router   {plan.router_url}/v1/chat/completions", highlight=False)
-    console.print(f"index    {plan.index_address}", highlight=False)
+    console.print(
+        f"router   {plan.router_url}/v1/chat/completions", highlight=False, soft_wrap=True
+    )
+    console.print(f"index    {plan.index_address}", highlight=False, soft_wrap=True)
     for node in plan.nodes:
         console.print(
             f"{node.node_id}   {node.socket_path}   gRPC {node.grpc_address}"
             f"   engine {node.engine_url}",
             highlight=False,
+            soft_wrap=True,
         )
-    console.print(f"logs     {plan.log_dir}", highlight=False)
+    console.print(f"logs     {plan.log_dir}", highlight=False, soft_wrap=True)
     console.print(
         f"try      emberkv status --index {plan.index_address}\n"
         "Ctrl-C ends everything and removes its files",
         highlight=False,
+        soft_wrap=True,
     )
