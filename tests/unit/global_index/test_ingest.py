@@ -188,6 +188,28 @@ def test_pages_of_two_snapshots_are_never_mixed(ingest: Ingest) -> None:
     assert ingest.visible is None
 
 
+def test_snapshot_overtaken_in_mid_fetch_is_not_taken_up_again_from_the_middle(
+    ingest: Ingest,
+) -> None:
+    ingest.on_snapshot_started()
+    ingest.on_page(page(9, is_last=False), 0.0)
+    assert ingest.on_snapshot_needed(SnapshotNeeded(Incarnation(1), Seq(30)), 0.0) == [
+        DropGeneration(FIRST),
+        FetchSnapshot(),
+    ]
+    assert ingest.on_page(page(9), 0.0) == []
+    assert ingest.visible is None
+    assert ingest.wants_snapshot(0.0)
+
+
+def test_new_life_heard_of_in_mid_fetch_drops_the_half_snapshot(ingest: Ingest) -> None:
+    ingest.on_snapshot_started()
+    ingest.on_page(page(9, is_last=False), 0.0)
+    actions = ingest.on_batch(batch(4, 5, life=2), 0.0)
+    assert actions == [DropGeneration(FIRST), FetchSnapshot()]
+    assert ingest.on_page(page(9), 0.0) == []
+
+
 def test_empty_node_is_exact_at_once(ingest: Ingest) -> None:
     ingest.on_report(report(0), EMPTY, 0.0)
     assert ingest.exactness is Exactness.EXACT
