@@ -176,7 +176,7 @@ async def test_dead_peer_is_a_quick_miss_and_opens_the_breaker(here: Here) -> No
 async def test_silent_peer_ends_with_the_deadline(here: Here) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:  # accepts, never answers
         here.index.addresses[NodeId("peer")] = f"127.0.0.1:{listener.getsockname()[1]}"
-        with took_at_most(1.5):
+        with took_at_most(4.0):
             assert await here.pull(deadline=0.4) == 0
     assert here.failures == {"deadline": 1}
 
@@ -188,9 +188,9 @@ async def test_transport_that_is_down_is_a_miss(here: Here) -> None:
 
 
 async def test_slow_peer_ends_with_the_deadline_and_keeps_the_prefix(here: Here) -> None:
-    here.owner.store.may_read_hook = lambda: time.sleep(0.004)
-    with took_at_most(2.0):
-        landed = await here.pull(deadline=0.6)
+    here.owner.store.may_read_hook = lambda: time.sleep(0.012)
+    with took_at_most(5.0):
+        landed = await here.pull(deadline=1.0)
     assert 0 < landed < BLOCKS
     assert here.failures == {"deadline": 1}
     here.owner.store.may_read_hook = lambda: None
@@ -221,7 +221,7 @@ async def test_cancellation_in_mid_pull_joins_the_threads_before_the_room_closes
     while not here.target.landed:  # noqa: ASYNC110
         await asyncio.sleep(0.005)
     pulling.cancel()
-    with took_at_most(1.5), pytest.raises(asyncio.CancelledError):
+    with took_at_most(4.0), pytest.raises(asyncio.CancelledError):
         await pulling
     assert here.target.open_rooms == 0
     here.owner.store.may_read_hook = lambda: None
@@ -234,7 +234,7 @@ async def test_close_in_mid_pull_ends_it_as_a_miss(here: Here) -> None:
     pulling = asyncio.create_task(here.pull())
     while not here.target.landed:  # noqa: ASYNC110
         await asyncio.sleep(0.005)
-    with took_at_most(2.0):
+    with took_at_most(5.0):
         await here.puller.close()
         assert 0 < await pulling < BLOCKS
     assert await here.pull() == 0
