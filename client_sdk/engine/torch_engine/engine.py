@@ -12,7 +12,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -59,7 +59,7 @@ class _Flight:
     load: LoadJob | None = None
     load_from: int = 0
     """Computed tokens when the load began."""
-    heard: bool = field(default=False)
+    has_said: bool = False
 
 
 class TorchEngine:
@@ -278,12 +278,12 @@ class TorchEngine:
 
     def _advance(self, flight: _Flight, chunk: Chunk, token: int) -> None:
         request = flight.request
-        has_said = self.scheduler.advance(chunk, token)
+        reached_end = self.scheduler.advance(chunk, token)
         self._save(request)
-        if not has_said:
+        if not reached_end:
             return
-        if not flight.heard:
-            flight.heard = True
+        if not flight.has_said:
+            flight.has_said = True
             self.metrics.first_token(time.monotonic() - flight.submitted_at, request)
         is_last = (
             request.generated >= request.max_tokens or len(request.tokens) >= self.cfg.max_tokens

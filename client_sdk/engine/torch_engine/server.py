@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
+from functools import partial
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
@@ -34,8 +35,8 @@ class EngineServer:
         self.app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors_as_json])
         self.app.add_routes(
             [
-                web.post("/v1/completions", self._completions),
-                web.post("/v1/chat/completions", self._chat_completions),
+                web.post("/v1/completions", partial(self._answer, is_chat=False)),
+                web.post("/v1/chat/completions", partial(self._answer, is_chat=True)),
                 web.post("/tokenize", self._tokenize),
                 web.get("/v1/models", self._models),
                 web.get("/health", self._health),
@@ -43,12 +44,6 @@ class EngineServer:
                 web.get("/metrics", self._metrics),
             ]
         )
-
-    async def _completions(self, http: web.Request) -> web.StreamResponse:
-        return await self._answer(http, is_chat=False)
-
-    async def _chat_completions(self, http: web.Request) -> web.StreamResponse:
-        return await self._answer(http, is_chat=True)
 
     async def _answer(self, http: web.Request, *, is_chat: bool) -> web.StreamResponse:
         ask = parse_ask(parse_body(await http.read()), self._cfg, is_chat=is_chat)
