@@ -13,7 +13,7 @@ recorded. `drain_events` hands them out in order. Slots and rows are opaque here
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -285,20 +285,23 @@ class BlockCatalog:
     def pin(self, block: Block) -> None:
         block.pins += 1
 
-    def unpin(self, block: Block) -> list[Slot]:
-        """End one pin; return the slots of a doomed block whose last pin it was."""
-        assert block.pins > 0, "unpin without pin"
-        block.pins -= 1
-        if block.pins:
-            return []
-        if block.is_doomed and block in self._doomed:
-            self._doomed.remove(block)
-            slots = [slot for slot in block.slots if slot is not None]
-            block.slots = [None] * len(block.slots)
-            return slots
-        if not block.is_queued:
-            self._offer(block)
-        return []
+    def unpin(self, blocks: Iterable[Block]) -> list[Slot]:
+        """End one pin of each; return the slots of doomed blocks whose last pin it was."""
+        freed: list[Slot] = []
+        children = self._children
+        for block in blocks:
+            assert block.pins > 0, "unpin without pin"
+            block.pins -= 1
+            if block.pins:
+                continue
+            if block.is_doomed:
+                if block in self._doomed:
+                    self._doomed.remove(block)
+                    freed += [slot for slot in block.slots if slot is not None]
+                    block.slots = [None] * len(block.slots)
+            elif not block.is_queued and block.hash not in children:
+                self._offer(block)
+        return freed
 
     # ---- asking ----
 

@@ -123,9 +123,9 @@ class Holdings:
         """Forget recovered blocks of which a part is missing."""
         self._let_go(self.catalog.drop_incomplete())
 
-    def unpin(self, block: Block) -> None:
-        """End one pin; a doomed block's slots are freed with the last one."""
-        self.give_back(self.catalog.unpin(block))
+    def unpin(self, blocks: Iterable[Block]) -> None:
+        """End one pin of each; a doomed block's slots are freed with the last one."""
+        self.give_back(self.catalog.unpin(blocks))
 
     def publish(self) -> None:
         """Hand the recorded events to the sink, in order."""

@@ -299,8 +299,7 @@ class Lender:
                 for held in found[:number]:
                     self._holdings.catalog.pin(held)  # not evicted to make room for the others
                 self._bring(found[number:])
-                for held in found[:number]:
-                    self._holdings.unpin(held)
+                self._holdings.unpin(found[:number])
                 self._holdings.publish()
                 return found[:number]
         return found
@@ -379,8 +378,7 @@ class Lender:
             self._stop_filling(lease)
 
     def _shrink(self, lease: Lease, usable: int) -> None:
-        for block in lease.shrink(usable):
-            self._holdings.unpin(block)
+        self._holdings.unpin(lease.shrink(usable))
         if lease.is_complete:
             self._stop_filling(lease)
         self._wake(lease)
@@ -422,9 +420,7 @@ class Lender:
         """What every way a lease can end does."""
         self._peer_ranges.pop(lease.id, None)
         self._stop_filling(lease)
-        for block in lease.blocks:
-            if block is not None:
-                self._holdings.unpin(block)
+        self._holdings.unpin(block for block in lease.blocks if block is not None)
         self._wake(lease)
 
     async def _pull(self, lease: Lease, seconds: float, target: PullTarget) -> None:

@@ -91,7 +91,7 @@ class Promoter:
             if error is not None:
                 self._lose(block, error)
         self._on_settled(block, is_readable)
-        self._holdings.unpin(block)
+        self._holdings.unpin([block])
         self._holdings.publish()
 
     def _can_land(self, block: Block) -> bool:

@@ -489,7 +489,7 @@ class BlockStore:
             return self.holdings.take(size_class)
         self.holdings.catalog.pin(parent)
         slot = self.holdings.take(size_class)
-        self.holdings.unpin(parent)
+        self.holdings.unpin([parent])
         return slot
 
     def _stage(self, session: Session, stage_id: int) -> dict[BlockHash, StagedPart]:

@@ -183,7 +183,7 @@ class WritebackQueue:
         holdings.drop_rows(written.reclaimed_after)
         for block in blocks:
             self._queued.discard(block)
-            holdings.unpin(block)
+        holdings.unpin(blocks)
         holdings.publish()
 
     def _settle(self, block: Block, outcome: Sequence[SsdRow | SsdFailure | None]) -> None:

@@ -132,8 +132,8 @@ def test_a_doomed_block_keeps_its_slots_until_the_last_pin_goes(fixture: Fixture
     again = fixture.put(block.hash)
     assert again is not block
     assert again.slots[0] is not slot
-    assert fixture.catalog.unpin(block) == []
-    assert fixture.catalog.unpin(block) == [slot]
+    assert fixture.catalog.unpin([block]) == []
+    assert fixture.catalog.unpin([block]) == [slot]
     fixture.check()
 
 
@@ -157,7 +157,7 @@ def test_a_pinned_leaf_keeps_its_whole_prefix(fixture: Fixture) -> None:
     blocks = fixture.put_chain(chain(PLAIN.namespace, 3))
     fixture.catalog.pin(blocks[2])
     assert fixture.victims() == []
-    fixture.catalog.unpin(blocks[2])
+    fixture.catalog.unpin([blocks[2]])
     assert fixture.victims() == blocks[::-1]
 
 
