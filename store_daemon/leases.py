@@ -36,6 +36,8 @@ class Lease:
     """Per usable block, where it was when the lease was granted."""
     expires_at: float
     ready: int = 0
+    moved: int = 0
+    """Blocks before this one need no move, or theirs was begun."""
     is_ended: bool = False
 
     @property

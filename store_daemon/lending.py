@@ -26,6 +26,10 @@ log = logging.getLogger(__name__)
 LONGEST_FILL_SECONDS = 600.0
 DEFAULT_FILL_SECONDS = 60.0
 LONGEST_WAIT_SECONDS = 60.0
+MOVE_WINDOW_BLOCKS = 256
+"""How far ahead of what is ready a lease's blocks are moved; bounds one turn of the loop."""
+PREFETCH_BLOCKS = 1024
+"""Most blocks that a call without a lease sets in motion."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,7 +310,7 @@ class Lender:
 
     def _bring(self, blocks: list[Block]) -> int:
         started = 0
-        for block in blocks:
+        for block in blocks[:PREFETCH_BLOCKS]:
             if not (block.in_dram and block.is_verified):
                 if not self.promoter.bring(block):
                     break
@@ -342,21 +346,26 @@ class Lender:
         for number in range(lease.ready, lease.usable):
             if lease.blocks[number] is None:
                 self._interest[lease.hashes[number]].append(_Awaited(lease, number))
-        self._move(lease, lease.ready)
+        self._move(lease)
 
-    def _move(self, lease: Lease, start: int) -> None:
-        """Move blocks from `start` up to the next that a peer must send. A block that cannot be
-        moved ends the prefix."""
-        for number in range(start, lease.usable):
+    def _move(self, lease: Lease) -> None:
+        """Set the next blocks in motion, up to the window or the next that a peer must send.
+
+        A block that cannot be moved ends the prefix.
+        """
+        number = max(lease.moved, lease.ready)
+        end = min(lease.usable, lease.ready + MOVE_WINDOW_BLOCKS)
+        while number < end:
             block = lease.blocks[number]
             if block is None:
                 break
-            if block.in_dram and block.is_verified:
-                continue
-            if not self.promoter.bring(block):
-                self._shrink(lease, number)
-                break
-            self._interest[block.hash].append(_Awaited(lease, number))
+            if not (block.in_dram and block.is_verified):
+                if not self.promoter.bring(block):
+                    self._shrink(lease, number)
+                    return
+                self._interest[block.hash].append(_Awaited(lease, number))
+            number += 1
+        lease.moved = number
 
     def _freeze(self, lease: Lease) -> None:
         """The deadline passed: what is ready is all there will be."""
@@ -374,6 +383,8 @@ class Lender:
     def _advance(self, lease: Lease) -> None:
         if lease.advance():
             self._wake(lease)
+        if not lease.is_complete:
+            self._move(lease)
         if lease.is_complete:
             self._stop_filling(lease)
 
@@ -437,7 +448,7 @@ class Lender:
             if not lease.is_ended and None in lease.blocks[start:stop]:
                 self._shrink(lease, lease.blocks.index(None))
             elif not lease.is_ended:
-                self._move(lease, stop)
+                self._move(lease)
             self._holdings.publish()
 
     async def _pull_run(

@@ -45,6 +45,7 @@ COUNTERS = {
     "expired_leases": ("expired_leases", {}),
     "pulled_blocks": ("pulled_blocks", {}),
     "failed_pulls": ("failed_pulls", {}),
+    "failed_tasks": ("failed_tasks", {}),
     "peer_granted_blocks": ("peer_granted_blocks", {}),
     "recovered_blocks_dram": ("recovered_blocks", {"tier": "dram"}),
     "recovered_blocks_ssd": ("recovered_blocks", {"tier": "ssd"}),
@@ -187,6 +188,8 @@ class MetricsServer:
         if path == b"/metrics":
             return _response("200 OK", generate_latest(self._registry), CONTENT_TYPE_LATEST)
         if path == b"/health":
+            if self._store.holdings.counters["failed_tasks"]:
+                return _response("500 Internal Server Error", b"a task has failed; see the log\n")
             return _response("200 OK", b"ok\n")
         if path == b"/ready":
             if self._store.is_draining:

@@ -140,6 +140,15 @@ class BlockStore:
                 self.writeback.offer(block)
             self.writeback.wake()
 
+        for task in self._tasks:
+            task.add_done_callback(self._note_failure)
+
+    def _note_failure(self, task: asyncio.Task[None]) -> None:
+        """A task that must run as long as the store has failed; /health says so."""
+        if not task.cancelled() and task.exception() is not None:
+            self.holdings.counters["failed_tasks"] += 1
+            log.error("task %s failed", task.get_name(), exc_info=task.exception())
+
     def drain(self) -> None:
         """Take no new sessions, stages or reads; finish what was begun."""
         self.is_draining = True
@@ -159,10 +168,7 @@ class BlockStore:
             await asyncio.wait(self._tasks, timeout=flush_seconds)
         if self.writeback is not None:
             self.writeback.abandon()
-        results = await asyncio.gather(*self._tasks, return_exceptions=True)
-        for result in results:
-            if isinstance(result, Exception):
-                log.error("a task of the store failed", exc_info=result)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.lender.promoter.settle()
         self.holdings.give_back(slot for _, slot in self._limbo)
         self._limbo.clear()

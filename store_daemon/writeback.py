@@ -139,12 +139,27 @@ class WritebackQueue:
     def _write(
         self, records: Sequence[SsdRecord], unverified: set[int], forget: list[SsdRow]
     ) -> _Written:
-        """In the writing thread."""
+        """In the writing thread. A tier that raises has failed all that it did not answer for."""
         written = _Written()
+        try:
+            self._write_to(written, records, unverified, forget)
+        except OSError as error:
+            log.warning("writeback failed: %s", error)
+            missing = len(records) - len(written.corrupt) - len(written.results)
+            written.results += [SsdFailure(str(error))] * missing
+        return written
+
+    def _write_to(
+        self,
+        written: _Written,
+        records: Sequence[SsdRecord],
+        unverified: set[int],
+        forget: list[SsdRow],
+    ) -> None:
         if forget:
             self._ssd.forget(forget)
         if not records:
-            return written
+            return
         written.corrupt = {
             i
             for i in unverified
@@ -165,7 +180,6 @@ class WritebackQueue:
             if not more:
                 break
             written.reclaimed_after += more
-        return written
 
     def _take_over(self, blocks: list[Block], records: list[SsdRecord], written: _Written) -> None:
         """Enter the rows in the catalog, in the order in which things happened on disk."""

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import pytest_asyncio
@@ -18,6 +19,7 @@ from emberkv_proto.errors import (
 from emberkv_proto.hashing import checksum
 from emberkv_proto.layout import Namespace
 from emberkv_proto.types import AcquirePolicy, BlockHash, NamespaceId, Source, StageState, Tier
+from store_daemon import lending
 from store_daemon.leases import Lease
 from store_daemon.ports import PullTarget
 from store_daemon.sessions import Session
@@ -174,6 +176,30 @@ async def test_blocks_come_back_from_ssd(make: Make) -> None:
     lease = await wait_all(small, session, lease)
     assert lease.ready == 12
     small.assert_readable(lease)
+
+
+async def test_a_long_chain_is_moved_window_by_window(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lending, "MOVE_WINDOW_BLOCKS", 3)
+    small = make()
+    session = await on_ssd_only(small, HASHES)
+    lease = acquire(small, session, HASHES)
+    assert small.store.lender.promoter.in_flight == 3
+    small.check_integrity()
+    lease = await wait_all(small, session, lease)
+    assert lease.ready == 12
+    small.assert_readable(lease)
+
+
+async def test_a_drive_that_fails_costs_only_the_copies(make: Make) -> None:
+    small = make()
+    session = small.open(NAMESPACE)
+    small.put(session, HASHES)
+    with mock.patch.object(small.ssd, "append", side_effect=OSError(5, "Input/output error")):
+        await small.flush()
+    assert small.store.holdings.counters["writeback_failed_blocks"] == 12
+    small.assert_readable(acquire(small, session, HASHES))
 
 
 async def test_best_effort_promises_only_what_is_there_and_moves_the_rest(make: Make) -> None:
