@@ -19,10 +19,12 @@ from types import TracebackType
 from typing import Any
 
 from client_sdk.cli.cluster_plan import ClusterPlan
+from client_sdk.cli.http_json import get_json
 from client_sdk.cli.process import ServerProcess
-from emberkv_proto.errors import IntegrityError, InvalidRequestError
+from emberkv_proto.errors import IntegrityError, InvalidRequestError, UnavailableError
 
 END_SECONDS = 8.0
+ROUTED_SECONDS = 20.0
 WATCH_SECONDS = 0.2
 
 Progress = Callable[[str], None]
@@ -80,6 +82,26 @@ class Cluster:
             UnavailableError: it ended or did not serve in time; shows its last log lines.
         """
         self.endpoints[name] = await self._process(name).wait_ready()
+
+    async def wait_routed(self) -> None:
+        """Wait until the router sends requests to every engine of the plan.
+
+        Raises:
+            UnavailableError: it does not in time; says what it knows.
+        """
+        wanted = {node.engine_url for node in self.plan.nodes}
+        deadline = time.monotonic() + ROUTED_SECONDS
+        while True:
+            answer = await asyncio.to_thread(get_json, f"{self.plan.router_url}/workers")
+            states = {w["url"]: w["state"] for w in answer["workers"] if w["is_announced"]}
+            if all(states.get(url) == "healthy" for url in wanted):
+                return
+            if time.monotonic() > deadline:
+                raise UnavailableError(
+                    f"the router does not use all engines after {ROUTED_SECONDS:.0f} s: {states}"
+                    f"\n{self._process(self.plan.router.name).log_tail()}"
+                )
+            await asyncio.sleep(WATCH_SECONDS)
 
     def kill(self, name: str) -> None:
         """kill -9."""

@@ -119,6 +119,7 @@ async def _play_all(run: DemoRun) -> None:
     url = run.cluster.endpoints[REFERENCE]["url"]
     await phases.reference_phase(run, run.client(url))
     await run.cluster.end_one(REFERENCE)
+    await run.cluster.wait_routed()
     await phases.chat_phase(run)
     await phases.trace_phase(run)
     await phases.engine_back_phase(run)

@@ -112,35 +112,35 @@ def _node_json(node: NodeView) -> dict[str, Any]:
 
 
 def print_status(console: Console, index_address: str, nodes: list[NodeView]) -> None:
-    table = Table(title=f"EmberKV, as the index at {index_address} sees it")
-    for heading in ("node", "state", "index", "lag", "tier", "blocks", "used", "of"):
-        right = heading in ("lag", "blocks", "used", "of")
-        table.add_column(heading, justify="right" if right else "left")
-    table.add_column("hit rate", justify="right")
+    title = f"EmberKV, as the index at {index_address} sees it"
+    table = Table(title=title, box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for heading in ("node", "state", "index", "lag s", "tier", "blocks", "MiB", "of", "hits"):
+        right = heading in ("lag s", "blocks", "MiB", "of", "hits")
+        table.add_column(heading, justify="right" if right else "left", no_wrap=True)
     table.add_column("engines")
     for node in nodes:
         _add_rows(table, node)
     console.print(table)
     for node in nodes:
         if node.problem:
-            console.print(f"[yellow]{node.indexed.node_id}[/]: {node.problem}")
+            console.print(f"{node.indexed.node_id}: {node.problem}", style="yellow", markup=False)
     if not nodes:
         console.print("no nodes yet")
 
 
 def _add_rows(table: Table, node: NodeView) -> None:
-    indexed = node.indexed
+    indexed, daemon = node.indexed, node.daemon
     engines = ", ".join(engine.engine_id for engine in indexed.engines) or "-"
     rate = "-" if node.hit_rate is None else f"{node.hit_rate:.0%}"
-    states = indexed.state if node.daemon is None else f"{indexed.state}, {node.daemon.state}"
-    first = [indexed.node_id, states, indexed.exactness, f"{indexed.lag_seconds:.1f} s"]
-    if node.daemon is None:
+    state = daemon.state if daemon is not None and indexed.state == "ok" else indexed.state
+    first = [indexed.node_id, state, indexed.exactness, f"{indexed.lag_seconds:.1f}"]
+    if daemon is None:
         tiers = (Tier.DRAM, Tier.SSD)
         rows = [[tier.name, str(indexed_blocks(indexed, tier)), "-", "-"] for tier in tiers]
     else:
         rows = [
             [t.tier.name, str(t.blocks), mebibytes(t.used_bytes), mebibytes(t.capacity_bytes)]
-            for t in node.daemon.tiers
+            for t in daemon.tiers
         ]
     for number, row in enumerate(rows):
         lead, tail = (first, [rate, engines]) if number == 0 else ([""] * 4, ["", ""])
@@ -148,4 +148,4 @@ def _add_rows(table: Table, node: NodeView) -> None:
 
 
 def mebibytes(count: int) -> str:
-    return f"{count / (1 << 20):.1f} MiB"
+    return f"{count / (1 << 20):.1f}"

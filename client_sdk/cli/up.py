@@ -47,6 +47,7 @@ async def _serve(console: Console, cluster: Cluster) -> int:
     try:
         async with cluster:
             await cluster.start()
+            await cluster.wait_routed()
             started = True
             _print_addresses(console, cluster)
             ended = await until_stopped(cluster, stop)

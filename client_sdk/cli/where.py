@@ -8,19 +8,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.error import HTTPError, URLError
-from urllib.request import Request, urlopen
 
 from rich.console import Console
 from rich.table import Table
 
+from client_sdk.cli.http_json import post_json
 from client_sdk.cli.remote import CALL_SECONDS
 from client_sdk.index_client import IndexClient, IndexedNode
-from emberkv_proto.errors import ConfigError, EmberError, InvalidRequestError, UnavailableError
+from emberkv_proto.errors import ConfigError, EmberError, InvalidRequestError
 from emberkv_proto.hashing import block_hashes, index_keys
 from emberkv_proto.types import BlockHash, EngineInfo, NodeHit, NodeId
-
-HTTP_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,33 +157,6 @@ def node_where(node: IndexedNode, hit: NodeHit | None, blocks: int) -> NodeWhere
     return NodeWhere(node.node_id, found.hit_blocks, found.dram_blocks, found.ssd_blocks, reason)
 
 
-def post_json(url: str, body: dict[str, Any]) -> dict[str, Any]:
-    """POST to a server of ours.
-
-    Raises:
-        InvalidRequestError: refused, or no JSON object came back.
-        UnavailableError: nobody there.
-    """
-    if not url.startswith(("http://", "https://")):
-        raise ConfigError(f"{url!r} must start with http:// or https://")
-    request = Request(  # noqa: S310 - the scheme is checked above
-        url, json.dumps(body).encode(), {"content-type": "application/json"}
-    )
-    try:
-        with urlopen(request, timeout=HTTP_SECONDS) as response:  # noqa: S310
-            loaded = json.load(response)
-    except HTTPError as error:
-        text = error.read(500).decode(errors="replace")
-        raise InvalidRequestError(f"{url} answered {error.code}: {text}") from None
-    except (URLError, TimeoutError, ConnectionError) as error:
-        raise UnavailableError(f"{url}: {error}") from None
-    except ValueError:
-        raise InvalidRequestError(f"{url} answered what is not JSON") from None
-    if not isinstance(loaded, dict):
-        raise InvalidRequestError(f"{url} answered {type(loaded).__name__}, not an object")
-    return loaded
-
-
 def where_json(where: Where) -> dict[str, Any]:
     return {
         "model": where.model,
@@ -215,9 +185,10 @@ def print_where(console: Console, where: Where) -> None:
         f"{where.prompt_tokens} tokens of {where.model}: {len(where.hashes)} full blocks of"
         f" {where.block_tokens}, {partial} tokens in the last, unstored one"
     )
-    table = Table()
-    for heading in ("node", "hit blocks", "DRAM", "SSD", "the hit ends because"):
-        table.add_column(heading)
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for heading in ("node", "hit blocks", "DRAM", "SSD"):
+        table.add_column(heading, no_wrap=True)
+    table.add_column("the hit ends because")
     for node in where.nodes:
         table.add_row(
             node.node_id,
