@@ -298,6 +298,7 @@ class BlockStore:
             del session.stages[stage_id]
         self.holdings.counters["committed_parts"] += len(hashes)
         self.holdings.publish()
+        self._trim_soon()
         return len(hashes)
 
     def abort(self, session: Session, stage_id: int) -> None:
