@@ -124,3 +124,21 @@ async def test_a_second_daemon_on_the_same_files_is_refused(tmp_path: Path) -> N
             await Daemon(settings_in(tmp_path)).run()
         with pytest.raises(PreflightError, match=r"daemon\.data_dir|in use by"):
             await Daemon(settings_in(tmp_path, socket_path=tmp_path / "other")).run()
+
+
+async def test_a_dead_index_costs_a_miss_and_no_more(tmp_path: Path) -> None:
+    hashes = chain(NAMESPACE, 6)
+    async with running(settings_in(tmp_path, index_address="127.0.0.1:9")) as daemon:
+        client = AsyncClient(tmp_path / "s", NAMESPACE)
+        staged = await client.stage(hashes[:3])
+        for number in staged.granted:
+            staged.view(number)[:] = payload(hashes[number], 0, 5000)
+        await staged.commit()
+        lease = await client.acquire(hashes, deadline_seconds=5.0)
+        async with timeout(3):
+            assert await lease.wait(6, 5.0) == 3
+        assert lease.usable_blocks == 3
+        await lease.release()
+        await client.close()
+        assert daemon.store is not None
+        daemon.store.check_integrity()
