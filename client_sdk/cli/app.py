@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
-import os
+import runpy
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -203,14 +203,14 @@ def _cluster_addresses(config: Path | None, set_: list[str] | None) -> tuple[str
 def _become(
     module: str, needs: tuple[str, ...], config: Path | None, set_: list[str] | None
 ) -> None:
-    """Replace this process by the part's own; what it needs is looked for first."""
+    """Run the part as `python -m` would, in this process; what it needs is looked for first."""
     for name in needs:
         if importlib.util.find_spec(name) is None:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-    arguments = ["--config", str(config)] if config else []
+    sys.argv = [module, *(["--config", str(config)] if config else [])]
     for override in set_ or ():
-        arguments += ["--set", override]
-    os.execv(sys.executable, [sys.executable, "-m", module, *arguments])  # noqa: S606
+        sys.argv += ["--set", override]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def _print_json(value: Any) -> None:

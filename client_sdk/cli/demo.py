@@ -68,7 +68,7 @@ def run_demo(console: Console, options: DemoOptions) -> int:
 async def _interruptible(console: Console, options: DemoOptions, setting: Setting) -> int:
     task = asyncio.current_task()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(number, lambda: task.cancel() if task is not None else None)
     try:
         return await _demo(console, options, setting)

@@ -66,6 +66,7 @@ class ServerProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
+                cwd=self.spec.log_file.parent,  # so that no folder of the user's shadows a package
                 start_new_session=True,  # Ctrl-C reaches the launcher, which ends them in order
                 env={**os.environ, **dict(self.spec.environment)},
             )
@@ -114,13 +115,13 @@ class ServerProcess:
         return True
 
     def log_tail(self) -> str:
-        """The last lines of its log, and where the log is."""
+        """The last lines of its log, or why there are none."""
         try:
             text = self.spec.log_file.read_text(encoding="utf-8", errors="replace")
         except OSError as error:
             return f"(no log: {error})"
         lines = text.splitlines()[-LOG_TAIL_LINES:]
-        return "\n".join([f"--- end of {self.spec.log_file}", *lines])
+        return "\n".join([f"--- last lines of {self.spec.log_file.name}", *lines])
 
     def _read_endpoints(self) -> dict[str, Any] | None:
         """The endpoint file, once it was written whole by the life that runs now."""

@@ -42,7 +42,7 @@ async def _serve(console: Console, cluster: Cluster) -> int:
         elif task is not None:
             task.cancel()  # while starting; or a second time, while ending
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(number, on_signal)
     try:
         async with cluster:

@@ -201,5 +201,19 @@ def print_where(console: Console, where: Where) -> None:
     if where.route is None:
         console.print(f"no word from the router: {where.route_problem}", markup=False)
     else:
-        console.print("the router says:")
-        console.print_json(data=where.route)
+        _print_route(console, where.route)
+
+
+def _print_route(console: Console, route: dict[str, Any]) -> None:
+    """The router's terms for each engine. Its answer is another version's to change: ask gently."""
+    console.print(f"\nthe router would choose {route.get('chosen') or 'none'}", markup=False)
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    table.add_column("engine", no_wrap=True)
+    for heading in ("total ms", "queue", "fetch", "prefill", "tokens to compute"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for engine in route.get("engines", ()):
+        parts = ("total_seconds", "queue_seconds", "fetch_seconds", "prefill_seconds")
+        times = [f"{1000 * float(engine.get(part, 0.0)):.1f}" for part in parts]
+        name = str(engine.get("engine", "?"))
+        table.add_row(name, *times, str(engine.get("uncached_tokens", "?")))
+    console.print(table)
