@@ -92,8 +92,17 @@ class ClusterPlan:
         return f"emberkv-{self.run_id}-"
 
     def create_directories(self) -> None:
-        """Make the run's directory, readable by this user only."""
-        self.run_dir.mkdir(mode=0o700, parents=True)
+        """Make the run's directory, readable by this user only.
+
+        Raises:
+            ConfigError: it cannot be made there.
+        """
+        try:
+            self.run_dir.mkdir(mode=0o700, parents=True)
+        except OSError as error:
+            raise ConfigError(
+                f"{self.run_dir} cannot be made: {error.strerror}; set cluster.base_dir"
+            ) from None
         self.log_dir.mkdir()
         for node in self.nodes:
             (self.run_dir / node.node_id).mkdir()

@@ -59,6 +59,7 @@ def demo_settings(size: DemoSize) -> tuple[str, ...]:
         f"engine.block_tokens={BLOCK_TOKENS}",
         "engine.ffn=256",
         f"engine.num_blocks={size.engine_blocks}",
+        "engine.load_patience_seconds=1.0",  # a busy machine must not turn hits into misses
         f"dram.capacity_bytes={size.dram_bytes}",
         f"dram.extent_bytes={MIB}",
         f"ssd.capacity_bytes={512 * MIB}",

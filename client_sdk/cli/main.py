@@ -50,6 +50,11 @@ def run_with(arguments: list[str]) -> int:
             raise
         print(f"emberkv: {error.name} is not installed; install emberkv[{extra}]", file=sys.stderr)
         return 2
+    except BrokenPipeError:
+        return 1  # whoever read our output has left
+    except OSError as error:
+        print(f"emberkv: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return 130
     return 0

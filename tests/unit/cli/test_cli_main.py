@@ -48,6 +48,7 @@ def test_help_imports_no_server_and_no_torch() -> None:
         (["up", "--set", "cluster.nodes=0"], "cluster.nodes"),
         (["demo", "--trace", "/nowhere.jsonl"], "/nowhere.jsonl cannot be read"),
         (["demo", "--json", "/nowhere/at/all.json"], "no such directory"),
+        (["demo", "--quick", "--base-dir", "/proc/nowhere"], "set cluster.base_dir"),
         (["where"], "give a prompt"),
         (["where", "--tokens", "1,two"], "token ids must be numbers"),
     ],
