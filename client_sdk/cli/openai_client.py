@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from dataclasses import dataclass, field
@@ -88,7 +89,7 @@ class OpenAiClient:
                     await _refuse(response)
                 async for line in response.content:
                     _take_line(collected, line, began)
-        except TimeoutError:
+        except asyncio.TimeoutError:  # not the builtin one before Python 3.11
             raise UnavailableError(
                 f"{self.url}: no whole answer in {self._deadline_seconds:.0f} s"
             ) from None
