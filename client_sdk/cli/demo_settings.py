@@ -58,6 +58,7 @@ def demo_settings(size: DemoSize) -> tuple[str, ...]:
         f"engine.vocab={VOCAB}",
         f"engine.block_tokens={BLOCK_TOKENS}",
         "engine.ffn=256",
+        "engine.seed=1",
         f"engine.num_blocks={size.engine_blocks}",
         "engine.load_patience_seconds=1.0",  # a busy machine must not turn hits into misses
         f"dram.capacity_bytes={size.dram_bytes}",
