@@ -17,7 +17,9 @@ from store_daemon.tiers.pool import Pool
 from store_daemon.tiers.slots import SizeClass, Slot
 from store_daemon.tiers.ssd import SsdRow
 
-MAX_ROOM_STEPS = 64
+MAX_ROOM_STEPS = 256
+SHED_BLOCKS = 16
+"""Most blocks of others that one step of making room evicts."""
 TRIM_BLOCKS = 256
 """Most blocks one trim evicts before the loop may serve others."""
 
@@ -153,11 +155,10 @@ class Holdings:
         """
         is_evictable = self.catalog.is_evictable
         own = self.queue.oldest(wanted.namespace_id, is_evictable)
-        if (
-            own is not None
-            and own.slots[wanted.part] is not None
-            and own is self.queue.oldest_of_all(is_evictable)
-        ):
+        oldest = self.queue.oldest_of_all(is_evictable)
+        if oldest is None:
+            return False
+        if own is oldest and own.slots[wanted.part] is not None:
             self.evict(own)
             return True
         extent = choose_extent(self.pool.slots.extents(), wanted, self.catalog)
@@ -166,10 +167,22 @@ class Holdings:
             for block in set(extent.occupants.values()):
                 self.evict(block)
             return True
+        self._shed_others(wanted)
         if own is not None:
             self.evict(own)
-            return True
-        return False
+        return True
+
+    def _shed_others(self, wanted: SizeClass) -> None:
+        """Evict other namespaces' blocks that are older than any of ours.
+
+        A chain lies in several extents, so often none of them can go at once; leaf by leaf they
+        do empty.
+        """
+        for _ in range(SHED_BLOCKS):
+            victim = self.queue.oldest_of_all(self.catalog.is_evictable)
+            if victim is None or victim.namespace.id == wanted.namespace_id:
+                return
+            self.evict(victim)
 
     def blocks_of(self, tier: Tier) -> int:
         return self.catalog.ledgers[tier].blocks

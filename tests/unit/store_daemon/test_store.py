@@ -319,6 +319,17 @@ async def test_room_moves_between_namespaces(make: Make) -> None:
     assert small.store.holdings.counters["moved_extents"] == 1
 
 
+async def test_a_new_namespace_finds_room_though_every_extent_shares_a_chain(make: Make) -> None:
+    small = make(extents=4, ssd_segments=0)
+    long = chain(NAMESPACE, 28)  # fills the pool; each extent's last block has a child in the next
+    assert small.put(small.open(NAMESPACE), long) == 28
+    wide = small_namespace(20000, model="wide")
+    second = small.open(wide)
+    for seed in range(6):
+        assert small.put(second, chain(wide, 2, seed=seed)) == 2
+    small.check_integrity()
+
+
 async def test_trimming_stops_at_the_low_watermark(make: Make) -> None:
     small = make(extents=4, ssd_segments=0)
     session = small.open(NAMESPACE)
