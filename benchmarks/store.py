@@ -1,0 +1,160 @@
+"""Put and get through a daemon beside plain memcpy, and round trips beside a bare unix echo."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from benchmarks._daemon import running_daemon
+from benchmarks._figure import Figure, Options, main, medians_seconds
+from client_sdk import SyncClient
+from emberkv_proto.hashing import block_hashes, checksum
+from emberkv_proto.layout import Group, GroupKind, KvLayout, Namespace
+from emberkv_proto.types import AcquirePolicy, BlockHash
+
+MIB = 1 << 20
+Echo = Callable[[bytes], bytes]
+BATCH = 32
+PART_BYTES = MIB
+DRAM_BYTES = 256 * MIB
+WARM_PUTS = 2 * DRAM_BYTES // (BATCH * PART_BYTES)
+"""Until every page of the pool was touched through this process's mapping."""
+
+
+def namespace_of(part_bytes: int, model: str) -> Namespace:
+    layout = KvLayout("float32", 1, 1, 1).fingerprint
+    return Namespace(model, "w", "float32", layout, 16, (Group(GroupKind.FULL, 1, part_bytes),))
+
+
+def fresh_chain(namespace: Namespace, blocks: int) -> list[BlockHash]:
+    tokens = np.frombuffer(os.urandom(4 * 16 * blocks), dtype=np.uint32)
+    return block_hashes(namespace.id, tokens, 16)
+
+
+def parts_of(buffer: npt.NDArray[np.uint8]) -> list[memoryview]:
+    return [buffer[i * PART_BYTES : (i + 1) * PART_BYTES].data for i in range(BATCH)]
+
+
+def measure(options: Options) -> Sequence[Figure]:
+    with running_daemon(DRAM_BYTES, 64 * MIB) as path:
+        return [*_copies(path, options), *_round_trips(path, options)]
+
+
+def _copies(path: Path, options: Options) -> Iterator[Figure]:
+    namespace = namespace_of(PART_BYTES, "bench-copies")
+    repeats = options.repeats(30, 10)
+    source = np.frombuffer(os.urandom(BATCH * PART_BYTES), dtype=np.uint8)
+    target = np.empty_like(source)
+    source_parts, target_parts = parts_of(source), parts_of(target)
+    sums = [checksum(part) for part in source_parts]
+    scratch = np.empty_like(source)
+    with SyncClient(path, namespace, timeout_seconds=10.0) as client:
+        kept = fresh_chain(namespace, BATCH)
+
+        def put_chain(chain: Sequence[BlockHash]) -> None:
+            with client.stage(chain) as write:
+                for i, part in enumerate(source_parts):
+                    write.view(i)[:] = part
+                write.commit(range(BATCH), sums)
+
+        def get() -> None:
+            with client.acquire(kept, policy=AcquirePolicy.BEST_EFFORT) as lease:
+                for i, part in enumerate(target_parts):
+                    part[:] = lease.view(i)
+
+        def copy() -> None:
+            np.copyto(scratch, source)
+
+        for _ in range(WARM_PUTS):
+            put_chain(fresh_chain(namespace, BATCH))
+        put_chain(kept)
+        put, got, plain = medians_seconds(
+            [lambda: put_chain(fresh_chain(namespace, BATCH)), get, copy], repeats
+        )
+    gigabytes = BATCH * PART_BYTES / 1e9
+    for name, seconds in (("put_32x1MiB", put), ("get_32x1MiB", got)):
+        yield Figure(
+            name,
+            gigabytes / seconds,
+            "GB/s, checksums brought along",
+            "memcpy of the same bytes",
+            gigabytes / plain,
+            repeats,
+            at_least=0.7,
+        )
+
+
+def _round_trips(path: Path, options: Options) -> Iterator[Figure]:
+    namespace = namespace_of(4096, "bench-round-trips")
+    repeats = options.repeats(5000, 1000)
+    with SyncClient(path, namespace, timeout_seconds=10.0) as client:
+        chain = fresh_chain(namespace, 128)
+        with client.stage(chain) as write:
+            write.commit()
+
+        def acquire(blocks: int) -> Callable[[], None]:
+            asked = chain[:blocks]
+
+            def once() -> None:
+                client.acquire(asked, policy=AcquirePolicy.BEST_EFFORT).release()
+
+            return once
+
+        for blocks, at_most in ((1, 4.0), (128, 12.0)):
+            # An acquire and its release are two round trips; so are two echoes.
+            with _echo_server() as echo:
+                request = bytes(32 * blocks + 24)
+
+                def echoes(echo: Echo = echo, request: bytes = request) -> None:
+                    echo(request)
+                    echo(request[:24])
+
+                ours, bare = medians_seconds([acquire(blocks), echoes], repeats)
+            yield Figure(
+                f"acquire_and_release_{blocks}_blocks",
+                ours * 1e6,
+                "us",
+                "two bare AF_UNIX echoes of the same bytes to a thread",
+                bare * 1e6,
+                repeats,
+                at_most=at_most,
+            )
+
+
+@contextmanager
+def _echo_server() -> Iterator[Echo]:
+    """A blocking echo in a thread; gives a function that sends bytes and reads them back."""
+    near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+
+    def serve() -> None:
+        while data := far.recv(1 << 20):
+            far.sendall(data)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+
+    def echo(data: bytes) -> bytes:
+        near.sendall(data)
+        received = b""
+        while len(received) < len(data):
+            received += near.recv(1 << 20)
+        return received
+
+    try:
+        yield echo
+    finally:
+        near.shutdown(socket.SHUT_RDWR)
+        thread.join(5.0)
+        near.close()
+        far.close()
+
+
+if __name__ == "__main__":
+    main("store", measure)
