@@ -52,7 +52,7 @@ class DaemonSection(Section):
 
 
 class DramSection(Section):
-    path: Path = Path("/dev/shm/emberkv-pool")
+    path: Path = Path("/dev/shm/emberkv-pool")  # noqa: S108 - the tmpfs a pool belongs on
     """The pool file, on tmpfs or hugetlbfs."""
     capacity_bytes: Bytes = 1024 * MIB
     extent_bytes: Annotated[int, Field(ge=64 * 1024)] = 64 * MIB

@@ -319,14 +319,18 @@ async def test_room_moves_between_namespaces(make: Make) -> None:
     assert small.store.holdings.counters["moved_extents"] == 1
 
 
-async def test_a_new_namespace_finds_room_though_every_extent_shares_a_chain(make: Make) -> None:
-    small = make(extents=4, ssd_segments=0)
-    long = chain(NAMESPACE, 28)  # fills the pool; each extent's last block has a child in the next
-    assert small.put(small.open(NAMESPACE), long) == 28
+async def test_a_new_namespace_finds_room_though_a_chain_ties_the_extents_together(
+    make: Make,
+) -> None:
+    small = make(extents=2, ssd_segments=0)  # of 7 slots each
+    session = small.open(NAMESPACE)
+    old, tied = chain(NAMESPACE, 3, seed=1), chain(NAMESPACE, 10, seed=2)
+    small.put(session, old)  # into extent 0
+    small.put(session, tied[:7])  # into 0 and 1
+    small.put(session, chain(NAMESPACE, 4, seed=3))  # fills 1
+    small.put(session, tied[7:], tied[6])  # where `old` was: 0 needs 1, and 1 needs 0
     wide = small_namespace(20000, model="wide")
-    second = small.open(wide)
-    for seed in range(6):
-        assert small.put(second, chain(wide, 2, seed=seed)) == 2
+    assert small.put(small.open(wide), chain(wide, 2)) == 2
     small.check_integrity()
 
 
