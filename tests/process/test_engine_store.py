@@ -17,7 +17,6 @@ import uvloop
 
 from client_sdk.engine.torch_engine.__main__ import main
 from client_sdk.engine.torch_engine.config import EngineSection
-from client_sdk.engine.torch_engine.engine import TorchEngine
 from emberkv_proto.types import Source
 from tests.helpers.daemon_process import ROOT, DaemonProcess
 from tests.helpers.torch_engines import (
@@ -67,11 +66,6 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def counts(engine: TorchEngine) -> dict[str, int]:
-    assert engine.store is not None
-    return dict(engine.store.counts)
-
-
 def tokens_of(heard: list[Heard]) -> list[tuple[int, ...]]:
     return [one.tokens for one in heard]
 
@@ -100,7 +94,7 @@ def test_the_daemon_hears_who_the_engine_is(daemon: DaemonProcess) -> None:
         until(lambda: [e.engine_id for e in operator.status().engines] == ["e7"])
         info = operator.status().engines[0]
         assert (info.url, info.model) == ("http://127.0.0.1:1", engine.cfg.model)
-        assert info.namespace_id == engine.namespace.id
+        assert info.namespace_id == engine.engine.namespace.id
         assert info.block_tokens == engine.cfg.block_tokens
         daemon.kill()
         daemon.start()
@@ -127,7 +121,7 @@ def test_answers_stay_the_same_while_the_daemon_dies_and_comes_back(
 
         def saves_again() -> bool:
             assert tokens_of(ask(engine, PROMPTS, ANSWER)) == expected
-            return counts(engine).get("loaded_blocks", 0) > 0
+            return engine.count("loaded_blocks") > 0
 
         until(saves_again)
         heard = ask(engine, PROMPTS, ANSWER)
@@ -156,8 +150,8 @@ def test_preemption_swaps_through_the_daemon(daemon: DaemonProcess) -> None:
     prompts = [[n, *range(40)] for n in range(3)]
     with running_engine(config(daemon, num_blocks=24, prefix_cache=False)) as engine:
         heard = ask(engine, prompts, 30)
-        assert engine.metrics.preemptions._value.get() > 0
-        assert counts(engine)["loaded_blocks"] > 0
+        assert engine.count("preempted") > 0
+        assert engine.count("loaded_blocks") > 0
     assert tokens_of(heard) == uncached_answers(prompts, 30)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field, model_validator
 
@@ -11,21 +11,17 @@ from client_sdk.settings import Section, Settings
 from emberkv_proto.layout import Group, GroupKind, KvLayout, Namespace
 
 Count = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(gt=0)]
 KV_BYTES = 4  # KV is kept as float32
 
 
 class EngineSection(Section):
     host: str = "127.0.0.1"
-    port: Annotated[int, Field(ge=0, le=65535)] = 8000
-    """0 picks a free port."""
-    advertised_url: str = ""
-    """Where routers reach this engine; empty means http://host:port."""
-    endpoint_file: Path | None = None
-    """Where the chosen URL is written once the port is open."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 8000  # 0 picks a free one
+    advertised_url: str = ""  # where routers reach this engine; empty: http://host:port
+    endpoint_file: Path | None = None  # gets the URL as JSON once the port is open
     engine_id: Annotated[str, Field(min_length=1, max_length=253)] = "engine"
-    role: Literal["both", "prefill", "decode"] = "both"
-    socket_path: str = ""
-    """The store daemon's socket; empty means no store."""
+    socket_path: str = ""  # of the store daemon; empty: no store
     model: Annotated[str, Field(min_length=1)] = "ember-tiny"
     seed: int = 0
     layers: Count = 4
@@ -36,21 +32,15 @@ class EngineSection(Section):
     ffn: Count = 704
     vocab: Annotated[int, Field(ge=260)] = 512
     block_tokens: Count = 16
-    num_blocks: Annotated[int, Field(ge=2)] = 1024
-    """Blocks of the paged KV pool."""
+    num_blocks: Annotated[int, Field(ge=2)] = 1024  # of the paged KV pool
     max_model_len: Annotated[int, Field(ge=2)] = 8192
-    max_batch_tokens: Count = 256
-    """Tokens computed in one step; a longer prompt is computed in several."""
+    max_batch_tokens: Count = 256  # computed in one step; a longer prompt takes several
     max_running: Count = 16
-    threads: Count = 1
-    prefix_cache: bool = True
-    """Keep the blocks of finished requests for later ones."""
-    load_patience_seconds: Annotated[float, Field(gt=0)] = 0.05
-    """A load may take as long as recomputing would, but never less than this."""
-    store_timeout_seconds: Annotated[float, Field(gt=0)] = 1.0
-    save_queue_blocks: Count = 512
-    """Blocks that wait to be saved; when the queue is full a save is put off or skipped."""
-    drain_seconds: Annotated[float, Field(gt=0)] = 5.0
+    prefix_cache: bool = True  # keep the blocks of finished requests for later ones
+    load_patience_seconds: Seconds = 0.05  # a load may take as long as recomputing, or this
+    store_timeout_seconds: Seconds = 1.0
+    save_queue_blocks: Count = 512  # when so many wait, a save is put off or skipped
+    drain_seconds: Seconds = 5.0
 
     @model_validator(mode="after")
     def _consistent(self) -> EngineSection:

@@ -8,7 +8,6 @@ put there cannot be told apart, and rounding noise (1e-16) is too small to turn 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import blake3
 import numpy as np
@@ -17,20 +16,11 @@ import torch.nn.functional as F  # noqa: N812 - the usual name
 from torch import Tensor
 
 from client_sdk.engine.torch_engine.config import EngineSection
+from client_sdk.engine.torch_engine.scheduler import Chunk
 from emberkv_proto.layout import canonical_json
 
-SPOKEN = range(32, 127)
-"""Ids the model may say: printable ASCII. Prompts may hold any id."""
+SPOKEN = range(32, 127)  # what the model may say: printable ASCII; prompts may hold any id
 ARCHITECTURE = "ember-tiny-1"
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """One request's rows of a batch: `tokens` at positions start.., KV in `blocks`."""
-
-    tokens: Sequence[int]
-    start: int
-    blocks: Sequence[int]
 
 
 class TinyTransformer:
@@ -69,22 +59,22 @@ class TinyTransformer:
 
     @torch.inference_mode()
     def forward(
-        self, pages: Tensor, spans: Sequence[Span], before_layer: Callable[[int], None]
+        self, pages: Tensor, chunks: Sequence[Chunk], before_layer: Callable[[int], object]
     ) -> list[int]:
-        """Compute all rows, write their KV into `pages`, return each span's next token.
+        """Compute all rows, write their KV into `pages`, return each chunk's next token.
 
         `pages` is [layers, 2, blocks, block_tokens, kv_heads, head_dim]. `before_layer(n)` is
         called before layer n reads or writes its pages.
         """
-        cfg, size = self.cfg, self.cfg.block_tokens
-        tables = [torch.tensor(span.blocks) for span in spans]
-        rows = [len(span.tokens) for span in spans]
-        places = [torch.arange(s.start, s.start + n) for s, n in zip(spans, rows, strict=True)]
-        blocks = torch.cat([t[place // size] for t, place in zip(tables, places, strict=True)])
+        cfg = self.cfg
+        tables = [torch.tensor(chunk.blocks) for chunk in chunks]
+        rows = [len(chunk.tokens) for chunk in chunks]
+        places = [torch.arange(c.start, c.start + n) for c, n in zip(chunks, rows, strict=True)]
+        blocks = torch.cat([t[p // cfg.block_tokens] for t, p in zip(tables, places, strict=True)])
         positions = torch.cat(places)
-        offsets = positions % size
+        offsets = positions % cfg.block_tokens
         cos, sin = self.cos[positions], self.sin[positions]
-        x = self.embedding[torch.tensor([token for span in spans for token in span.tokens])]
+        x = self.embedding[torch.tensor([token for chunk in chunks for token in chunk.tokens])]
         for number, layer in enumerate(self.layers):
             before_layer(number)
             h = _rms_norm(x)
@@ -94,8 +84,8 @@ class TinyTransformer:
             pages[number, 0].index_put_((blocks, offsets), k.float())
             pages[number, 1].index_put_((blocks, offsets), v.float())
             heard = [
-                self._attend(pages[number], part, span.start, table)
-                for part, span, table in zip(torch.split(q, rows), spans, tables, strict=True)
+                self._attend(pages[number], part, chunk.start, table)
+                for part, chunk, table in zip(torch.split(q, rows), chunks, tables, strict=True)
             ]
             x = x + torch.cat(heard) @ layer["o"]
             gate, up = (_rms_norm(x) @ layer["gate_up"]).chunk(2, dim=1)
@@ -117,7 +107,7 @@ class TinyTransformer:
 
 
 def _rms_norm(x: Tensor) -> Tensor:
-    return x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + 1e-6)
+    return F.rms_norm(x, x.shape[-1:], eps=1e-6)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -1,42 +1,89 @@
-"""The engine's OpenAI-compatible HTTP server."""
+"""The engine's OpenAI-compatible HTTP server, and the bodies it speaks."""
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import AsyncGenerator
-from contextlib import aclosing, suppress
-from functools import partial
+import time
+import uuid
+from contextlib import aclosing
+from typing import Annotated, Any, Literal
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
+from prometheus_client import generate_latest
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from client_sdk.engine.torch_engine.api import (
-    Answer,
-    ApiError,
-    Ask,
-    Json,
-    parse_ask,
-    parse_body,
-    parse_prompt,
-)
-from client_sdk.engine.torch_engine.engine import Failed, Said, TorchEngine
+from client_sdk.engine.torch_engine.config import EngineSection, EngineSettings
+from client_sdk.engine.torch_engine.engine import TorchEngine
+from client_sdk.engine.torch_engine.scheduler import Request
+from client_sdk.server_main import stop_signal, write_endpoint
+from emberkv_proto.errors import UnavailableError
+from emberkv_proto.types import Source
 
+Json = dict[str, Any]
+Count = Annotated[int, Field(ge=1)]
 MAX_BODY_BYTES = 32 * 1024 * 1024
+ROLE_START, ROLE_END = 256, 257  # marks around a message; the ids below them are bytes
+
+
+class Message(BaseModel):
+    role: str
+    content: str
+
+
+class Ask(BaseModel):
+    """A completion request. What would change the answer and is not offered is refused."""
+
+    model_config = ConfigDict(strict=True)
+    model: str | None = None
+    prompt: str | list[int] | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
+    stream: bool | None = None
+    stream_options: dict[str, Any] | None = None
+    return_token_ids: bool | None = None
+    cache_salt: str | None = None
+    temperature: Annotated[float, Field(ge=0, le=0)] | None = None
+    n: Literal[1] | None = None
+    stop: Literal[""] | Annotated[list[str], Field(max_length=0)] | None = None
+    lora_name: Literal[""] | None = None
+
+    def tokens(self, cfg: EngineSection) -> list[int]:
+        """Of the prompt, or of each message between marks and the opening of the answer."""
+        if self.messages is not None:
+            tokens: list[int] = []
+            for message in self.messages:
+                text = f"{message.role}\n{message.content}"
+                tokens += [ROLE_START, *text.encode(), ROLE_END]
+            return [*tokens, ROLE_START, *b"assistant\n"]
+        tokens = list(self.prompt.encode()) if isinstance(self.prompt, str) else self.prompt or []
+        if not tokens or min(tokens) < 0 or max(tokens) >= cfg.vocab:
+            raise RefusedError(f"prompt must hold at least one token, each in 0..{cfg.vocab - 1}")
+        return tokens
+
+
+class RefusedError(Exception):
+    """What the client gets instead of an answer."""
+
+    def __init__(self, message: str, status: int = 400, code: str = "invalid_request") -> None:
+        super().__init__(message)
+        kind = "invalid_request_error" if status < 500 else "server_error"
+        self.status = status
+        self.body: Json = {"error": {"message": message, "type": kind, "code": code}}
 
 
 class EngineServer:
     """Routes over one engine. Run its app with handler_cancellation on: a client that goes away
-    cancels its handler, and the handler's end aborts its request."""
+    cancels its handler, and with that ends its request."""
 
     def __init__(self, engine: TorchEngine) -> None:
-        self._engine = engine
-        self._cfg = engine.cfg
+        self._engine, self._cfg = engine, engine.cfg
         self.app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors_as_json])
         self.app.add_routes(
             [
-                web.post("/v1/completions", partial(self._answer, is_chat=False)),
-                web.post("/v1/chat/completions", partial(self._answer, is_chat=True)),
+                web.post("/v1/completions", self._complete),
+                web.post("/v1/chat/completions", self._complete),
                 web.post("/tokenize", self._tokenize),
                 web.get("/v1/models", self._models),
                 web.get("/health", self._health),
@@ -45,83 +92,115 @@ class EngineServer:
             ]
         )
 
-    async def _answer(self, http: web.Request, *, is_chat: bool) -> web.StreamResponse:
-        ask = parse_ask(parse_body(await http.read()), self._cfg, is_chat=is_chat)
-        if not ask.is_streamed:
-            async with aclosing(self._spoken(ask)) as spoken:
-                whole = [answer async for answer in spoken][-1].whole()
-            return web.json_response(whole)
-        return await self._stream(http, ask)
-
-    async def _stream(self, http: web.Request, ask: Ask) -> web.StreamResponse:
-        response = web.StreamResponse(
-            headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
-        )
+    async def _complete(self, http: web.Request) -> web.StreamResponse:
+        ask, is_chat = _parse(await http.read()), http.path == "/v1/chat/completions"
+        if ask.model not in (None, self._cfg.model):
+            raise RefusedError(f"model {ask.model!r} is not served", 404, "model_not_found")
+        if (ask.messages is not None) is not is_chat:
+            raise RefusedError("chat completions need messages, completions need prompt")
+        prompt, room = ask.tokens(self._cfg), self._cfg.max_tokens
+        if len(prompt) >= room:
+            words = f"the prompt has {len(prompt)} tokens, with its answer it may have {room}"
+            raise RefusedError(words, code="context_length_exceeded")
+        wanted = ask.max_completion_tokens or ask.max_tokens or (64 if is_chat else 16)
+        salt = (ask.cache_salt or "").encode()
+        request = Request(prompt, min(wanted, room - len(prompt)), salt)
+        reply, said = Reply(ask, request, self._cfg.model), list[int]()
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         try:
-            async with aclosing(self._spoken(ask)) as spoken:
-                async for answer in spoken:
-                    if not response.prepared:
-                        await response.prepare(http)
-                    if (chunk := answer.chunk()) is not None:
-                        await _send(response, chunk)
-            if ask.includes_usage:
-                await _send(response, answer.usage_chunk())
-        except ApiError as error:
+            async with aclosing(self._engine.answer(request)) as spoken:
+                async for token in spoken:
+                    said.append(token)
+                    if ask.stream:
+                        if not response.prepared:
+                            await response.prepare(http)
+                        await _send(response, reply.choice([token], len(said)))
+        except UnavailableError as error:
+            refusal = RefusedError(str(error), 503, "engine_failed")
             if not response.prepared:
-                raise
-            await _send(response, error.body)
+                raise refusal from error
+            await _send(response, refusal.body)
             return response
+        if not ask.stream:
+            return web.json_response({**reply.choice(said, len(said)), "usage": reply.usage()})
+        if (ask.stream_options or {}).get("include_usage"):
+            await _send(response, {**reply.head, "choices": [], "usage": reply.usage()})
         await response.write(b"data: [DONE]\n\n")
-        await response.write_eof()
         return response
 
-    async def _spoken(self, ask: Ask) -> AsyncGenerator[Answer, None]:
-        """The answer after each token. However the caller leaves, the request is over then."""
-        loop = asyncio.get_running_loop()
-        heard: asyncio.Queue[Said | Failed] = asyncio.Queue()
-
-        def sink(event: Said | Failed) -> None:
-            with suppress(RuntimeError):  # the loop is closed: nobody listens any more
-                loop.call_soon_threadsafe(heard.put_nowait, event)
-
-        request_id = self._engine.submit(ask.prompt, ask.max_tokens, ask.salt, sink)
-        try:
-            answer = Answer(request_id, self._cfg.model, ask)
-            while not answer.finish_reason:
-                event = await heard.get()
-                if isinstance(event, Failed):
-                    raise ApiError(event.reason, 503, "engine_failed")
-                answer.say(event.token, is_last=event.is_last, cached=event.cached)
-                yield answer
-        finally:
-            self._engine.abort(request_id)
-
     async def _tokenize(self, http: web.Request) -> web.Response:
-        tokens = parse_prompt(parse_body(await http.read()), self._cfg)
-        return web.json_response(
-            {"count": len(tokens), "max_model_len": self._cfg.max_tokens, "tokens": tokens}
-        )
+        tokens = _parse(await http.read()).tokens(self._cfg)
+        size = {"count": len(tokens), "max_model_len": self._cfg.max_tokens}
+        return web.json_response({**size, "tokens": tokens})
 
     async def _models(self, _: web.Request) -> web.Response:
-        model = {
-            "id": self._cfg.model,
-            "object": "model",
-            "created": 0,
-            "owned_by": "emberkv",
-            "max_model_len": self._cfg.max_tokens,
-        }
+        model = {"id": self._cfg.model, "object": "model", "created": 0, "owned_by": "emberkv"}
+        model["max_model_len"] = self._cfg.max_tokens
         return web.json_response({"object": "list", "data": [model]})
 
     async def _health(self, _: web.Request) -> web.Response:
         if not self._engine.is_alive:
-            raise ApiError("the engine does not run", 503, "not_ready")
+            raise RefusedError("the engine does not run", 503, "not_ready")
         return web.json_response({"status": "ok", "engine_id": self._cfg.engine_id})
 
     async def _metrics(self, _: web.Request) -> web.Response:
-        return web.Response(
-            body=self._engine.metrics.render(),
-            headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
-        )
+        kind = {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
+        return web.Response(body=generate_latest(self._engine.metrics), headers=kind)
+
+
+class Reply:
+    """The bodies of one answer: whole, or in the chunks of a stream."""
+
+    def __init__(self, ask: Ask, request: Request, model: str) -> None:
+        self._ask, self._request, is_chat = ask, request, ask.messages is not None
+        kind = "chat.completion" if is_chat else "text_completion"
+        kind += ".chunk" if is_chat and ask.stream else ""
+        answer_id = ("chatcmpl-" if is_chat else "cmpl-") + uuid.uuid4().hex
+        self.head: Json = {
+            "id": answer_id,
+            "object": kind,
+            "created": int(time.time()),
+            "model": model,
+        }
+
+    def choice(self, ids: list[int], said: int) -> Json:
+        """Say `ids`, the last of `said` tokens so far."""
+        is_first, text = len(ids) == said, bytes(ids).decode()
+        choice: Json = {"index": 0, "text": text, "finish_reason": None}
+        if said == self._request.max_tokens:
+            choice["finish_reason"] = "length"
+        if self._ask.messages is not None:
+            role = {"role": "assistant"} if is_first else {}
+            choice["delta" if self._ask.stream else "message"] = {
+                **role,
+                "content": choice.pop("text"),
+            }
+        if self._ask.return_token_ids:
+            choice["token_ids"] = ids
+            if is_first:
+                choice["prompt_token_ids"] = self._request.prompt
+        return {**self.head, "choices": [choice]}
+
+    def usage(self) -> Json:
+        prompt, said = len(self._request.prompt), self._request.generated
+        by_source = {f"{s.name.lower()}_tokens": self._request.cached[s] for s in Source}
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": said,
+            "total_tokens": prompt + said,
+            "prompt_tokens_details": {"cached_tokens": sum(by_source.values()), **by_source},
+        }
+
+
+def _parse(raw: bytes) -> Ask:
+    try:
+        return Ask.model_validate_json(raw)
+    except ValidationError as error:
+        faults = error.errors(include_input=False, include_url=False, include_context=False)
+        words = [f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in faults[:3]]
+        is_json = faults[0]["type"] not in ("json_invalid", "model_type")
+        code = "invalid_request" if is_json else "invalid_json"
+        raise RefusedError("; ".join(words), code=code) from None
 
 
 async def _send(response: web.StreamResponse, event: Json) -> None:
@@ -132,8 +211,28 @@ async def _send(response: web.StreamResponse, event: Json) -> None:
 async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
-    except ApiError as error:
+    except RefusedError as error:
         return web.json_response(error.body, status=error.status)
     except web.HTTPException as error:
-        body = ApiError(error.reason, error.status, "http_error").body
+        body = RefusedError(error.reason, error.status, "http_error").body
         return web.json_response(body, status=error.status)
+
+
+async def serve(settings: EngineSettings) -> None:
+    """Serve until SIGTERM or SIGINT; then let running requests finish, save, and end."""
+    cfg, stop = settings.engine, stop_signal()
+    engine = TorchEngine(cfg)
+    app, drain = EngineServer(engine).app, cfg.drain_seconds
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=drain)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, cfg.host, cfg.port).start()
+        url = f"http://{cfg.host}:{runner.addresses[0][1]}"
+        engine.start(url)
+        if cfg.endpoint_file is not None:
+            write_endpoint(cfg.endpoint_file, {"url": url})
+        print(f"engine {cfg.engine_id} serves {cfg.model} at {url}", flush=True)
+        await stop.wait()
+    finally:
+        await runner.cleanup()
+        await engine.close()

@@ -10,13 +10,15 @@ from collections.abc import Callable
 import pytest
 
 from client_sdk.engine.torch_engine.config import EngineSection
-from client_sdk.engine.torch_engine.engine import Failed, Said, TorchEngine
 from client_sdk.engine.torch_engine.model import TinyTransformer
 from emberkv_proto.hashing import block_hashes
 from emberkv_proto.types import BlockHash, Source
 from tests.helpers.fake_store import FakeStore
 from tests.helpers.torch_engines import (
+    EngineThread,
+    Failed,
     Listener,
+    Said,
     ask,
     running_engine,
     tiny_config,
@@ -64,7 +66,7 @@ def test_preemption_changes_no_token() -> None:
     expected = uncached_answers(prompts, 30)
     with running_engine(tiny_config(num_blocks=30, max_batch_tokens=16)) as engine:
         assert [heard.tokens for heard in ask(engine, prompts, 30)] == expected
-        assert engine.metrics.preemptions._value.get() > 0
+        assert engine.count("preempted") > 0
 
 
 def test_a_preempted_request_gets_its_blocks_back_from_the_store() -> None:
@@ -74,9 +76,8 @@ def test_a_preempted_request_gets_its_blocks_back_from_the_store() -> None:
     expected = uncached_answers(prompts, 30)
     with running_engine(cfg, store) as engine:
         heard = ask(engine, prompts, 30)
-        assert engine.metrics.preemptions._value.get() > 0
-        assert engine.store is not None
-        assert engine.store.counts["loaded_blocks"] > 0
+        assert engine.count("preempted") > 0
+        assert engine.count("loaded_blocks") > 0
     assert [one.tokens for one in heard] == expected
     assert [one.cached for one in heard] == [{}, {}], "a resumption is no prompt hit"
 
@@ -105,7 +106,7 @@ def test_saved_chains_name_their_parents_and_hold_answers_too() -> None:
     with running_engine(cfg, store) as engine:
         answer = ask(engine, [list(range(10))], ANSWER)[0].tokens
         tokens = [*range(10), *answer]
-        chain = block_hashes(engine.namespace.id, tokens[:-1], cfg.block_tokens)
+        chain = block_hashes(engine.engine.namespace.id, tokens[:-1], cfg.block_tokens)
     assert set(store.blocks) == set(chain)
     parents: list[BlockHash | None] = [None, *chain[:-1]]
     assert [store.parents[block] for block in chain] == parents
@@ -120,8 +121,7 @@ def test_a_corrupt_block_and_all_after_it_are_recomputed() -> None:
     store.corrupt.add(chain[3])
     with running_engine(cfg, store) as engine:
         heard = ask(engine, [prompt], ANSWER)[0]
-        assert engine.store is not None
-        assert engine.store.counts["corrupt_blocks"] == 1
+        assert engine.count("corrupt_blocks") == 1
     assert heard.tokens == expected
     assert heard.cached == {Source.DRAM: 3 * cfg.block_tokens}
 
@@ -145,7 +145,7 @@ def test_a_daemon_that_dies_under_the_copy_costs_the_step_and_no_token() -> None
     store.dies_before_heartbeat = True
     with running_engine(cfg, store) as engine:
         heard = ask(engine, [prompt], ANSWER)[0]
-        assert engine.metrics.loads_broken._value.get() == 1
+        assert engine.count("load_broken") == 1
     assert (heard.tokens, heard.cached) == (expected, {})
 
 
@@ -159,7 +159,7 @@ def test_a_slow_store_is_not_waited_for_longer_than_recomputing_takes() -> None:
         began = time.monotonic()
         heard = ask(engine, [prompt], ANSWER)[0]
         assert time.monotonic() - began < 0.9
-        assert engine.metrics.loads_given_up._value.get() == 1
+        assert engine.count("load_given_up") == 1
     assert (heard.tokens, heard.cached) == (expected, {})
 
 
@@ -169,9 +169,8 @@ def test_a_dead_store_costs_nothing_but_the_hits() -> None:
     store.is_dead = True
     with running_engine(cfg, store) as engine:
         heard = ask(engine, prompts, ANSWER)
-        assert engine.store is not None
-        assert engine.store.counts["load_UnavailableError"] > 0
-        until(lambda: engine.store is not None and engine.store.counts["save_UnavailableError"] > 0)
+        assert engine.count("load_UnavailableError") > 0
+        until(lambda: engine.count("save_UnavailableError") > 0)
     assert [one.tokens for one in heard] == uncached_answers(prompts, ANSWER)
     assert not store.blocks
 
@@ -183,8 +182,7 @@ def test_a_full_save_queue_skips_and_counts_but_never_waits() -> None:
     prompts = [[n, *range(30)] for n in range(4)]
     with running_engine(cfg, store) as engine:
         heard = ask(engine, prompts, ANSWER)
-        assert engine.store is not None
-        assert engine.store.counts["save_queue_full_blocks"] > 0
+        assert engine.count("save_queue_full") > 0
         store.save_gate.set()
     assert [one.tokens for one in heard] == uncached_answers(prompts, ANSWER)
 
@@ -265,8 +263,8 @@ def test_a_request_may_fill_the_whole_pool_and_ends_there() -> None:
 
 
 def test_requests_under_way_hear_of_the_shutdown() -> None:
-    engine = TorchEngine(tiny_config())
-    engine.start("http://127.0.0.1:1")
+    engine = EngineThread(tiny_config())
+    engine.start()
     listener = Listener()
     engine.submit([1, 2, 3], 200, b"", listener.events.put)
     assert isinstance(listener.next(), Said)
@@ -275,7 +273,6 @@ def test_requests_under_way_hear_of_the_shutdown() -> None:
     while not listener.events.empty():
         events.append(listener.next())
     assert isinstance(events[-1], Failed)
-    engine.check_integrity()
 
 
 def test_a_step_that_fails_ends_its_requests_and_not_the_engine(
@@ -283,7 +280,7 @@ def test_a_step_that_fails_ends_its_requests_and_not_the_engine(
 ) -> None:
     with running_engine(tiny_config()) as engine:
         with monkeypatch.context() as patch:
-            patch.setattr(engine.model, "forward", lambda *_: 1 / 0)
+            patch.setattr(engine.engine.model, "forward", lambda *_: 1 / 0)
             listener = Listener()
             engine.submit([1, 2, 3], 5, b"", listener.events.put)
             assert isinstance(listener.next(), Failed)
@@ -294,14 +291,13 @@ def test_a_step_that_fails_ends_its_requests_and_not_the_engine(
 def test_a_loop_that_breaks_ends_the_requests_and_refuses_new_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    engine = TorchEngine(tiny_config())
+    engine = EngineThread(tiny_config())
     monkeypatch.setattr(engine.scheduler, "plan", lambda: 1 / 0)
-    engine.start("http://127.0.0.1:1")
+    engine.start()
     listener, late = Listener(), Listener()
     engine.submit([1, 2, 3], 5, b"", listener.events.put)
     assert isinstance(listener.next(), Failed)
-    until(lambda: not engine.is_alive)
+    until(lambda: not engine.engine.is_alive)
     engine.submit([1, 2, 3], 5, b"", late.events.put)
     assert isinstance(late.next(), Failed)
     engine.close()
-    engine.check_integrity()

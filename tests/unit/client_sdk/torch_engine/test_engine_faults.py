@@ -5,9 +5,14 @@ from __future__ import annotations
 import random
 import time
 
-from client_sdk.engine.torch_engine.engine import Said
 from tests.helpers.fake_store import FakeStore
-from tests.helpers.torch_engines import Listener, running_engine, tiny_config, uncached_answers
+from tests.helpers.torch_engines import (
+    Listener,
+    Said,
+    running_engine,
+    tiny_config,
+    uncached_answers,
+)
 
 ROUNDS = 12
 ANSWER = 12
@@ -58,10 +63,9 @@ def test_no_fault_of_the_store_and_no_pressure_changes_a_token() -> None:
                     assert isinstance(event, Said)
                     partial.append(event.token)
                 assert tuple(partial) == expected[asked[dropped][0]][: len(partial)]
-            assert engine.store is not None
-            seen |= {event for event, count in engine.store.counts.items() if count}
-            seen |= {"broken"} if engine.metrics.loads_broken._value.get() else set()
-            seen |= {"given up"} if engine.metrics.loads_given_up._value.get() else set()
-            seen |= {"preempted"} if engine.metrics.preemptions._value.get() else set()
+            seen |= {event for event in ("loaded_blocks", "corrupt_blocks") if engine.count(event)}
+            seen |= {"broken"} if engine.count("load_broken") else set()
+            seen |= {"given up"} if engine.count("load_given_up") else set()
+            seen |= {"preempted"} if engine.count("preempted") else set()
     wanted = {"loaded_blocks", "corrupt_blocks", "broken", "given up", "preempted"}
     assert wanted <= seen, f"the campaign never met {wanted - seen}"

@@ -22,7 +22,7 @@ async def engine() -> AsyncIterator[TorchEngine]:
     engine = TorchEngine(tiny_config(max_batch_tokens=8))
     engine.start("http://127.0.0.1:1")
     yield engine
-    engine.close()
+    await engine.close()
     engine.check_integrity()
 
 
@@ -103,7 +103,7 @@ async def test_a_stream_says_what_the_whole_answer_says(http: TestClient[Any, An
 
 
 async def test_chat_in_turns_hits_what_was_said(http: TestClient[Any, Any]) -> None:
-    messages = [{"role": "user", "content": [{"type": "text", "text": PROMPT}]}]
+    messages = [{"role": "user", "content": PROMPT}]
     first = await post(
         http, "/v1/chat/completions", {"messages": messages, "max_completion_tokens": 20}
     )
@@ -119,18 +119,6 @@ async def test_chat_in_turns_hits_what_was_said(http: TestClient[Any, Any]) -> N
     assert parts[0]["choices"][0]["delta"]["role"] == "assistant"
     said = first["usage"]["total_tokens"] - 1
     assert parts[-1]["usage"]["prompt_tokens_details"]["cached_tokens"] == said // 4 * 4
-
-
-async def test_a_stop_string_ends_the_answer_before_it(http: TestClient[Any, Any]) -> None:
-    body = {"prompt": PROMPT, "max_tokens": 12}
-    text = (await post(http, "/v1/completions", body))["choices"][0]["text"]
-    stop = text[5:8]
-    cut = await post(http, "/v1/completions", {**body, "stop": ["nowhere to be seen", stop]})
-    assert cut["choices"][0]["text"] == text[: text.find(stop)]
-    assert cut["choices"][0]["finish_reason"] == "stop"
-    streamed = await events(http, "/v1/completions", {**body, "stop": stop})
-    assert "".join(e["choices"][0]["text"] for e in streamed) == text[: text.find(stop)]
-    assert streamed[-1]["choices"][0]["finish_reason"] == "stop"
 
 
 async def test_tokenize_agrees_with_what_is_computed(http: TestClient[Any, Any]) -> None:
@@ -153,17 +141,17 @@ async def test_tokenize_agrees_with_what_is_computed(http: TestClient[Any, Any])
         ({"prompt": "x", "max_tokens": 0}, 400, "max_tokens"),
         ({"prompt": "x", "max_tokens": True}, 400, "max_tokens"),
         ({"prompt": "x", "temperature": 0.7}, 400, "temperature"),
-        ({"prompt": "x", "n": 2}, 400, "n must be 1"),
+        ({"prompt": "x", "n": 2}, 400, "n: "),
         ({"prompt": "x", "model": "gpt"}, 404, "not served"),
-        ({"prompt": "x", "lora_name": "a"}, 404, "LoRA"),
-        ({"prompt": "x", "stop": [""]}, 400, "stop"),
+        ({"prompt": "x", "lora_name": "a"}, 400, "lora_name"),
+        ({"prompt": "x", "stop": ["end"]}, 400, "stop"),
         ({"prompt": "x", "cache_salt": 5}, 400, "cache_salt"),
         ({"prompt": ""}, 400, "at least one token"),
-        ({"prompt": ["a", "b"]}, 400, "one string or one list"),
+        ({"prompt": ["a", "b"]}, 400, "prompt"),
         ({"prompt": [1, -1]}, 400, "0..511"),
         ({"prompt": [512]}, 400, "0..511"),
-        ({"prompt": [1.5]}, 400, "one string or one list"),
-        ({"prompt": "x" * 256}, 400, "256"),
+        ({"prompt": [1.5]}, 400, "prompt"),
+        ({"prompt": "x" * 256}, 400, "256 tokens"),
         ({}, 400, "prompt"),
         ([], 400, "object"),
     ],
@@ -227,6 +215,6 @@ async def test_a_client_that_goes_away_ends_its_request(
         (await waiting).close()
     else:
         waiting.cancel()
-    await until(lambda: engine.is_idle)
+    await until(lambda: not engine._flights)
     await until(lambda: engine.scheduler.pool.free_blocks == engine.cfg.num_blocks)
-    assert engine.metrics.finished._value.get() == 0
+    assert engine.events.labels("answered")._value.get() == 0

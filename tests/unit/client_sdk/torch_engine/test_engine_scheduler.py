@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from client_sdk.engine.torch_engine.paged_kv import BlockPool
-from client_sdk.engine.torch_engine.scheduler import Request, RequestState, Scheduler
+from client_sdk.engine.torch_engine.scheduler import Request, Scheduler
 from emberkv_proto.hashing import block_hashes
 from emberkv_proto.types import NamespaceId, Source
+from tests.helpers.torch_engines import tiny_config
 
 NAMESPACE = NamespaceId(b"n" * 16)
 BLOCK = 4
@@ -21,24 +21,23 @@ class Bench:
     def __init__(self, num_blocks: int, *, budget: int = 64, max_running: int = 8) -> None:
         self.victims: list[tuple[str, int]] = []
         self.scheduler = Scheduler(
-            BlockPool(num_blocks, keeps_prefixes=True),
+            tiny_config(num_blocks=num_blocks, max_batch_tokens=budget, max_running=max_running),
             NAMESPACE,
-            BLOCK,
-            budget,
-            max_running,
-            before_preempt=lambda r: self.victims.append((r.id, len(r.blocks))),
+            before_preempt=lambda r: self.victims.append((self.names[r], len(r.blocks))),
         )
+        self.names: dict[Request, str] = {}
 
     def submit(self, name: str, tokens: int, max_tokens: int = 4, first: int = 0) -> Request:
-        request = Request(name, tuple(range(first, first + tokens)), max_tokens)
+        request = Request(range(first, first + tokens), max_tokens)
+        self.names[request] = name
         self.scheduler.submit(request)
         return request
 
     def admit_all(self) -> list[str]:
         admitted = []
         while (request := self.scheduler.admit()) is not None:
-            self.scheduler.load_settled(request, ())
-            admitted.append(request.id)
+            self.scheduler.resume(request)
+            admitted.append(self.names[request])
         return admitted
 
     def step(self) -> list[tuple[str, int]]:
@@ -51,7 +50,7 @@ class Bench:
             ):
                 self.scheduler.finish(chunk.request)
         self.scheduler.check_integrity()
-        return [(chunk.request.id, chunk.count) for chunk in chunks]
+        return [(self.names[chunk.request], len(chunk.tokens)) for chunk in chunks]
 
 
 def test_a_prompt_is_computed_in_chunks_of_the_budget() -> None:
@@ -101,7 +100,8 @@ def test_another_salt_never_hits() -> None:
     bench = Bench(16)
     bench.submit("a", 9)
     bench.step()
-    salted = Request("b", tuple(range(9)), 4, b"tenant")
+    salted = Request(range(9), 4, b"tenant")
+    bench.names[salted] = "b"
     bench.scheduler.submit(salted)
     assert bench.step()[1] == ("b", 9)
     assert not salted.cached[Source.HBM]
@@ -112,11 +112,11 @@ def test_admission_takes_all_blocks_in_one_step_or_none() -> None:
     bench.submit("a", 20)
     second = bench.submit("b", 20, first=100)
     bench.step()
-    assert second.state is RequestState.WAITING
+    assert second in bench.scheduler.waiting
     assert not second.blocks
     for _ in range(12):
         bench.step()
-    assert second.state is RequestState.FINISHED
+    assert second.generated == 4
 
 
 def test_no_more_run_than_allowed() -> None:
@@ -155,29 +155,39 @@ def test_a_load_moves_the_boundary_and_its_failure_moves_it_back() -> None:
     request = bench.submit("a", 13)
     assert bench.scheduler.admit() is request
     assert bench.scheduler.plan() == [], "a request that still loads is not computed"
-    bench.scheduler.load_settled(request, [Source.DRAM, Source.SSD])
-    assert request.computed == 8
-    assert bench.scheduler.plan()[0].count == 5
-    bench.scheduler.load_failed(request, 0)
-    assert bench.scheduler.plan()[0].count == 13
+    bench.scheduler.resume(request, [Source.DRAM, Source.SSD])
+    assert bench.scheduler.plan()[0].tokens == list(range(8, 13))
+    bench.scheduler.resume(request)
+    assert bench.scheduler.plan()[0].tokens == list(range(13))
     assert sum(request.cached.values()) == 0
     bench.scheduler.check_integrity()
 
 
-@pytest.mark.parametrize("state", list(RequestState))
-def test_finishing_frees_the_blocks_in_every_state(state: RequestState) -> None:
+def test_what_was_loaded_is_counted_and_found_but_not_saved_again() -> None:
+    bench = Bench(16)
+    request = bench.submit("a", 13)
+    bench.scheduler.admit()
+    bench.scheduler.resume(request, [Source.DRAM, Source.SSD])
+    assert bench.scheduler.advance(bench.scheduler.plan()[0], 7)
+    assert request.cached == {Source.HBM: 0, Source.DRAM: 4, Source.SSD: 4}
+    assert request.saved == 2
+    assert bench.scheduler.pool.match(request.hashes) == request.blocks[:3]
+    bench.scheduler.check_integrity()
+
+
+@pytest.mark.parametrize("state", ["waiting", "loading", "running", "finished"])
+def test_finishing_frees_the_blocks_in_every_state(state: str) -> None:
     bench = Bench(16)
     request = bench.submit("a", 9)
-    if state is not RequestState.WAITING:
+    if state != "waiting":
         bench.scheduler.admit()
-    if state is RequestState.RUNNING:
-        bench.scheduler.load_settled(request, ())
-    if state is RequestState.FINISHED:
+    if state == "running":
+        bench.scheduler.resume(request, [Source.DRAM])
+    if state == "finished":
         bench.scheduler.finish(request)
-    assert request.state is state
     bench.scheduler.finish(request)
     assert bench.scheduler.pool.free_blocks == 16
-    assert request.state is RequestState.FINISHED
+    assert not request.blocks
     bench.scheduler.check_integrity()
 
 
@@ -194,6 +204,7 @@ def test_every_request_ends_whatever_the_pressure() -> None:
         bench.step()
         if not bench.scheduler.active and not bench.scheduler.waiting:
             break
-    assert all(request.state is RequestState.FINISHED for request in requests)
+    assert not bench.scheduler.active
+    assert not bench.scheduler.waiting
     assert bench.scheduler.pool.free_blocks == 8
     assert bench.victims, "the pressure was not enough to mean anything"
