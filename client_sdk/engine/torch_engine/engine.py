@@ -136,7 +136,8 @@ class TorchEngine:
         except Exception:
             log.exception("the step loop broke; the engine ends")
         self._is_stopping = True
-        self._fail(list(self._flights))
+        for request in list(self._flights):
+            self._end(request)
 
     async def _load(self, request: Request) -> None:
         """Ask the store for as long as computing would take; run with what is there by then."""
@@ -173,7 +174,8 @@ class TorchEngine:
             said = await asyncio.to_thread(self._compute, chunks, copies)
         except Exception:
             log.exception("a step of %d requests failed", len(chunks))
-            self._fail([chunk.request for chunk in chunks])
+            for chunk in chunks:
+                self._end(chunk.request)
             return
         tokens = sum(len(chunk.tokens) for chunk in chunks)
         if tokens > 2 * len(chunks) and tokens >= self.cfg.block_tokens:  # it was a prefill
@@ -213,10 +215,10 @@ class TorchEngine:
             self._ttft.observe(time.monotonic() - flight.submitted_at)
             for source in Source:
                 self._hits.labels(source.name.lower()).inc(request.cached[source])
-        if request.generated >= request.max_tokens:
-            self._end(request)
-            self.events.labels("answered").inc()
         flight.said.put_nowait(token)
+        if request.generated == request.max_tokens:
+            self.events.labels("answered").inc()
+            self._end(request)
 
     def _save(self, request: Request) -> None:
         """Hand full blocks to the saver; what has no room is tried again after the next step."""
@@ -247,21 +249,16 @@ class TorchEngine:
         self.events.labels("preempted").inc()
         self._news.set()
 
-    def _release_load(self, flight: _Flight) -> None:
-        if flight.load is not None and self._store is not None:
-            self._store.release(flight.load)
-            flight.load = None
-
     def _end(self, request: Request) -> None:
         """Free what a request holds, in whatever state it is, or over already."""
         flight = self._flights.pop(request, None)
         if flight is not None:
             self._release_load(flight)
             self.scheduler.finish(request)
+            flight.said.put_nowait(None)
             self._news.set()
 
-    def _fail(self, requests: Sequence[Request]) -> None:
-        for request in requests:
-            if request in self._flights:
-                self._flights[request].said.put_nowait(None)
-                self._end(request)
+    def _release_load(self, flight: _Flight) -> None:
+        if flight.load is not None and self._store is not None:
+            self._store.release(flight.load)
+            flight.load = None

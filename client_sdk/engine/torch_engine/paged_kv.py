@@ -26,10 +26,6 @@ class BlockPool:
     def free_blocks(self) -> int:
         return len(self._free)
 
-    @property
-    def cached_blocks(self) -> int:
-        return len(self._hash_of)
-
     def match(self, hashes: Sequence[BlockHash]) -> list[int]:
         """Blocks of the longest cached prefix. Takes no reference: touch them before allocating."""
         found = []

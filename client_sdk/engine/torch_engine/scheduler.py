@@ -1,10 +1,5 @@
 """Who runs, on which blocks, and who has to give way. Pure: no tensors, threads, clocks or I/O.
 
-    submit            admit, then resume           plan, advance            finish
- ──► waiting ─────────────► active ─────────────────────────────────► (from any state)
-        ▲                     │ preempt
-        └─────────────────────┘
-
 A request gets the blocks of all its tokens at admission, in one step, so two half-served requests
 never wait for each other. The last to come is the first to be preempted.
 """

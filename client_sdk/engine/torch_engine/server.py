@@ -9,7 +9,6 @@ from contextlib import aclosing
 from typing import Annotated, Any, Literal
 
 from aiohttp import web
-from aiohttp.typedefs import Handler
 from prometheus_client import generate_latest
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -59,18 +58,8 @@ class Ask(BaseModel):
             return [*tokens, ROLE_START, *b"assistant\n"]
         tokens = list(self.prompt.encode()) if isinstance(self.prompt, str) else self.prompt or []
         if not tokens or min(tokens) < 0 or max(tokens) >= cfg.vocab:
-            raise RefusedError(f"prompt must hold at least one token, each in 0..{cfg.vocab - 1}")
+            raise _refusal(f"prompt must hold at least one token, each in 0..{cfg.vocab - 1}")
         return tokens
-
-
-class RefusedError(Exception):
-    """What the client gets instead of an answer."""
-
-    def __init__(self, message: str, status: int = 400, code: str = "invalid_request") -> None:
-        super().__init__(message)
-        kind = "invalid_request_error" if status < 500 else "server_error"
-        self.status = status
-        self.body: Json = {"error": {"message": message, "type": kind, "code": code}}
 
 
 class EngineServer:
@@ -79,33 +68,29 @@ class EngineServer:
 
     def __init__(self, engine: TorchEngine) -> None:
         self._engine, self._cfg = engine, engine.cfg
-        self.app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors_as_json])
-        self.app.add_routes(
-            [
-                web.post("/v1/completions", self._complete),
-                web.post("/v1/chat/completions", self._complete),
-                web.post("/tokenize", self._tokenize),
-                web.get("/v1/models", self._models),
-                web.get("/health", self._health),
-                web.get("/ready", self._health),
-                web.get("/metrics", self._metrics),
-            ]
-        )
+        self.app = web.Application(client_max_size=MAX_BODY_BYTES)
+        for path in ("/v1/completions", "/v1/chat/completions"):
+            self.app.router.add_post(path, self._complete)
+        self.app.router.add_post("/tokenize", self._tokenize)
+        self.app.router.add_get("/v1/models", self._models)
+        self.app.router.add_get("/metrics", self._metrics)
+        for path in ("/health", "/ready"):
+            self.app.router.add_get(path, self._health)
 
     async def _complete(self, http: web.Request) -> web.StreamResponse:
         ask, is_chat = _parse(await http.read()), http.path == "/v1/chat/completions"
         if ask.model not in (None, self._cfg.model):
-            raise RefusedError(f"model {ask.model!r} is not served", 404, "model_not_found")
+            raise _refusal(f"model {ask.model!r} is not served", "model_not_found")
         if (ask.messages is not None) is not is_chat:
-            raise RefusedError("chat completions need messages, completions need prompt")
+            raise _refusal("chat completions need messages, completions need prompt")
         prompt, room = ask.tokens(self._cfg), self._cfg.max_tokens
         if len(prompt) >= room:
             words = f"the prompt has {len(prompt)} tokens, with its answer it may have {room}"
-            raise RefusedError(words, code="context_length_exceeded")
+            raise _refusal(words, "context_length_exceeded")
         wanted = ask.max_completion_tokens or ask.max_tokens or (64 if is_chat else 16)
         salt = (ask.cache_salt or "").encode()
         request = Request(prompt, min(wanted, room - len(prompt)), salt)
-        reply, said = Reply(ask, request, self._cfg.model), list[int]()
+        head, said = _head(ask, self._cfg.model), list[int]()
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         try:
             async with aclosing(self._engine.answer(request)) as spoken:
@@ -114,17 +99,19 @@ class EngineServer:
                     if ask.stream:
                         if not response.prepared:
                             await response.prepare(http)
-                        await _send(response, reply.choice([token], len(said)))
+                        choice = _choice(ask, request, [token], len(said))
+                        await _send(response, {**head, "choices": [choice]})
         except UnavailableError as error:
-            refusal = RefusedError(str(error), 503, "engine_failed")
+            refusal = _refusal(str(error), "unavailable")
             if not response.prepared:
                 raise refusal from error
-            await _send(response, refusal.body)
+            await response.write(f"data: {refusal.text}\n\n".encode())
             return response
         if not ask.stream:
-            return web.json_response({**reply.choice(said, len(said)), "usage": reply.usage()})
+            choices = [_choice(ask, request, said, len(said))]
+            return web.json_response({**head, "choices": choices, "usage": _usage(request)})
         if (ask.stream_options or {}).get("include_usage"):
-            await _send(response, {**reply.head, "choices": [], "usage": reply.usage()})
+            await _send(response, {**head, "choices": [], "usage": _usage(request)})
         await response.write(b"data: [DONE]\n\n")
         return response
 
@@ -140,7 +127,7 @@ class EngineServer:
 
     async def _health(self, _: web.Request) -> web.Response:
         if not self._engine.is_alive:
-            raise RefusedError("the engine does not run", 503, "not_ready")
+            raise _refusal("the engine does not run", "unavailable")
         return web.json_response({"status": "ok", "engine_id": self._cfg.engine_id})
 
     async def _metrics(self, _: web.Request) -> web.Response:
@@ -148,48 +135,32 @@ class EngineServer:
         return web.Response(body=generate_latest(self._engine.metrics), headers=kind)
 
 
-class Reply:
-    """The bodies of one answer: whole, or in the chunks of a stream."""
+def _head(ask: Ask, model: str) -> Json:
+    kind = "text_completion" if ask.messages is None else "chat.completion"
+    kind += ".chunk" if ask.stream and ask.messages else ""
+    return {"id": uuid.uuid4().hex, "object": kind, "created": int(time.time()), "model": model}
 
-    def __init__(self, ask: Ask, request: Request, model: str) -> None:
-        self._ask, self._request, is_chat = ask, request, ask.messages is not None
-        kind = "chat.completion" if is_chat else "text_completion"
-        kind += ".chunk" if is_chat and ask.stream else ""
-        answer_id = ("chatcmpl-" if is_chat else "cmpl-") + uuid.uuid4().hex
-        self.head: Json = {
-            "id": answer_id,
-            "object": kind,
-            "created": int(time.time()),
-            "model": model,
-        }
 
-    def choice(self, ids: list[int], said: int) -> Json:
-        """Say `ids`, the last of `said` tokens so far."""
-        is_first, text = len(ids) == said, bytes(ids).decode()
-        choice: Json = {"index": 0, "text": text, "finish_reason": None}
-        if said == self._request.max_tokens:
-            choice["finish_reason"] = "length"
-        if self._ask.messages is not None:
-            role = {"role": "assistant"} if is_first else {}
-            choice["delta" if self._ask.stream else "message"] = {
-                **role,
-                "content": choice.pop("text"),
-            }
-        if self._ask.return_token_ids:
-            choice["token_ids"] = ids
-            if is_first:
-                choice["prompt_token_ids"] = self._request.prompt
-        return {**self.head, "choices": [choice]}
+def _choice(ask: Ask, request: Request, ids: list[int], said: int) -> Json:
+    """The last `ids` of `said` tokens: a chunk of a stream, or all of them at once."""
+    is_last, is_first, text = said == request.max_tokens, len(ids) == said, bytes(ids).decode()
+    choice: Json = {"index": 0, "finish_reason": "length" if is_last else None}
+    if ask.messages is None:
+        choice["text"] = text
+    else:
+        role = {"role": "assistant"} if is_first else {}
+        choice["delta" if ask.stream else "message"] = {**role, "content": text}
+    if ask.return_token_ids:
+        choice |= {"token_ids": ids, **({"prompt_token_ids": request.prompt} if is_first else {})}
+    return choice
 
-    def usage(self) -> Json:
-        prompt, said = len(self._request.prompt), self._request.generated
-        by_source = {f"{s.name.lower()}_tokens": self._request.cached[s] for s in Source}
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": said,
-            "total_tokens": prompt + said,
-            "prompt_tokens_details": {"cached_tokens": sum(by_source.values()), **by_source},
-        }
+
+def _usage(request: Request) -> Json:
+    prompt, said = len(request.prompt), request.generated
+    cached = {f"{source.name.lower()}_tokens": request.cached[source] for source in Source}
+    details = {"cached_tokens": sum(cached.values()), **cached}
+    usage = {"prompt_tokens": prompt, "completion_tokens": said, "total_tokens": prompt + said}
+    return {**usage, "prompt_tokens_details": details}
 
 
 def _parse(raw: bytes) -> Ask:
@@ -198,24 +169,21 @@ def _parse(raw: bytes) -> Ask:
     except ValidationError as error:
         faults = error.errors(include_input=False, include_url=False, include_context=False)
         words = [f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in faults[:3]]
-        is_json = faults[0]["type"] not in ("json_invalid", "model_type")
-        code = "invalid_request" if is_json else "invalid_json"
-        raise RefusedError("; ".join(words), code=code) from None
+        is_broken = faults[0]["type"] in ("json_invalid", "model_type")
+        code = "invalid_json" if is_broken else "invalid_request"
+        raise _refusal("; ".join(words), code) from None
 
 
 async def _send(response: web.StreamResponse, event: Json) -> None:
     await response.write(b"data: " + json.dumps(event, separators=(",", ":")).encode() + b"\n\n")
 
 
-@web.middleware
-async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
-    try:
-        return await handler(request)
-    except RefusedError as error:
-        return web.json_response(error.body, status=error.status)
-    except web.HTTPException as error:
-        body = RefusedError(error.reason, error.status, "http_error").body
-        return web.json_response(body, status=error.status)
+def _refusal(message: str, code: str = "invalid_request") -> web.HTTPException:
+    """What the client gets instead of an answer."""
+    status = {"model_not_found": web.HTTPNotFound, "unavailable": web.HTTPServiceUnavailable}
+    kind = "server_error" if code == "unavailable" else "invalid_request_error"
+    body = json.dumps({"error": {"message": message, "type": kind, "code": code}})
+    return status.get(code, web.HTTPBadRequest)(text=body, content_type="application/json")
 
 
 async def serve(settings: EngineSettings) -> None:

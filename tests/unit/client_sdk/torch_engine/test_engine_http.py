@@ -183,8 +183,7 @@ async def test_what_is_not_json_is_refused(http: TestClient[Any, Any], raw: byte
 async def test_small_routes(http: TestClient[Any, Any], engine: TorchEngine) -> None:
     assert (await (await http.get("/v1/models")).json())["data"][0]["id"] == engine.cfg.model
     assert (await http.get("/health")).status == (await http.get("/ready")).status == 200
-    missing = await http.get("/nowhere")
-    assert (missing.status, (await missing.json())["error"]["message"]) == (404, "Not Found")
+    assert (await http.get("/nowhere")).status == 404
     await post(http, "/v1/completions", {"prompt": PROMPT})
     metrics = await (await http.get("/metrics")).text()
     assert "emberkv_engine_ttft_seconds_count 1.0" in metrics
