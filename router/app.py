@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-import os
 import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from pathlib import Path
 
 from client_sdk.aio import TaskGroup
 from router.candidates import Preferences, make_policy
@@ -36,15 +32,6 @@ from router.view import IndexView
 log = logging.getLogger(__name__)
 
 IDLE_CHECK_SECONDS = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class Endpoint:
-    """Where a running router can be reached; what its endpoint file holds."""
-
-    url: str
-    index_address: str
-    pid: int
 
 
 class Router:
@@ -167,14 +154,3 @@ def _speeds(cfg: RouterSection) -> Speeds:
         peer_setup_seconds=cfg.peer_setup_seconds,
         decode_request_seconds=cfg.decode_request_seconds,
     )
-
-
-def write_endpoint(path: Path, endpoint: Endpoint) -> None:
-    """Write the file whole, so that a reader never sees half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}")
-    text = json.dumps(
-        {"url": endpoint.url, "index_address": endpoint.index_address, "pid": endpoint.pid}
-    )
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)

@@ -151,4 +151,4 @@ def test_version_is_printed() -> None:
         timeout=30,
         check=True,
     )
-    assert done.stdout.strip() == __version__
+    assert done.stdout.strip() == f"emberkv {__version__}"

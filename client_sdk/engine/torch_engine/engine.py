@@ -142,29 +142,27 @@ class TorchEngine:
     async def _load(self, request: Request) -> None:
         """Ask the store for as long as computing would take; run with what is there by then."""
         hashes = self.scheduler.loadable(request)[request.computed // self.cfg.block_tokens :]
-        if self._store is None or not hashes:
-            self._resume(request, None)
-            return
-        seconds = len(hashes) * self.cfg.block_tokens / self._tokens_per_second
-        seconds = max(seconds, self.cfg.load_patience_seconds)
-        load = asyncio.wrap_future(self._store.load(hashes, time.monotonic() + seconds))
-        _, late = await asyncio.wait([load], timeout=seconds)
-        verified = None if late else load.result()
-        is_used = self._resume(request, verified)
-        if late:
-            self.events.labels("load_given_up").inc()
-            verified = await load
-        if verified is not None and (late or not is_used):
-            self._store.release(verified)
-
-    def _resume(self, request: Request, load: Verified | None) -> bool:
-        """Let the request run, unless it is over."""
+        verified: Verified | None = None
+        late: set[asyncio.Future[Verified | None]] = set()
+        if self._store is not None and hashes:
+            seconds = len(hashes) * self.cfg.block_tokens / self._tokens_per_second
+            seconds = max(seconds, self.cfg.load_patience_seconds)
+            load = asyncio.wrap_future(self._store.load(hashes, time.monotonic() + seconds))
+            _, late = await asyncio.wait([load], timeout=seconds)
+            verified = None if late else load.result()
         flight = self._flights.get(request)
         if flight is not None:
-            flight.load = load
-            self.scheduler.resume(request, load.sources if load else ())
+            flight.load, verified = verified, None
+            self.scheduler.resume(request, flight.load.sources if flight.load else ())
             self._news.set()
-        return flight is not None
+        for load in late:
+            self.events.labels("load_given_up").inc()
+            verified = await load
+        self._release(verified)
+
+    def _release(self, load: Verified | None) -> None:
+        if load is not None and self._store is not None:
+            self._store.release(load)
 
     async def _step(self, chunks: Sequence[Chunk]) -> None:
         """Compute the chunks while the layers of their loads arrive; take over what held."""
@@ -244,7 +242,9 @@ class TorchEngine:
 
     def _before_preempt(self, victim: Request) -> None:
         """A victim keeps what it computed in the store."""
-        self._release_load(self._flights[victim])
+        flight = self._flights[victim]
+        self._release(flight.load)
+        flight.load = None
         self._save(victim)
         self.events.labels("preempted").inc()
         self._news.set()
@@ -253,12 +253,7 @@ class TorchEngine:
         """Free what a request holds, in whatever state it is, or over already."""
         flight = self._flights.pop(request, None)
         if flight is not None:
-            self._release_load(flight)
+            self._release(flight.load)
             self.scheduler.finish(request)
             flight.said.put_nowait(None)
             self._news.set()
-
-    def _release_load(self, flight: _Flight) -> None:
-        if flight.load is not None and self._store is not None:
-            self._store.release(flight.load)
-            flight.load = None

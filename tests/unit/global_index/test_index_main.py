@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import uvloop
 
 from client_sdk.settings import load_settings
 from emberkv_proto import __version__
@@ -19,6 +20,12 @@ from global_index.config import IndexSection, IndexSettings
 from global_index.dict_index import DictIndex
 from global_index.embedded import open_index
 from global_index.memory_index import MemoryIndex
+
+
+@pytest.fixture(scope="module", autouse=True)
+def libuv() -> None:
+    """libuv opens one pipe at its first loop and keeps it for the whole process."""
+    uvloop.new_event_loop().close()
 
 
 def test_settings_of_a_list_of_nodes_are_read() -> None:
