@@ -350,10 +350,10 @@ HELLO = struct.pack("<8sIIQ", b"EMBRTCP\0", 1, 0, 3)
 def send_raw(address: TransportAddress, raw: bytes) -> bytes:
     host, _, port = address.address.rpartition(":")
     with socket.create_connection((host, int(port)), timeout=5.0) as sock:
-        sock.sendall(raw)
-        sock.shutdown(socket.SHUT_WR)
         answer = b""
-        with suppress(ConnectionResetError):  # closed with bytes of ours unread
+        with suppress(OSError):  # it may hang up on us at any byte
+            sock.sendall(raw)
+            sock.shutdown(socket.SHUT_WR)
             while piece := sock.recv(65536):
                 answer += piece
         return answer
