@@ -221,9 +221,9 @@ class TorchEngine:
     def _save(self, request: Request) -> None:
         """Hand full blocks to the saver; what has no room is tried again after the next step."""
         full, first = request.computed // self.cfg.block_tokens, request.saved
-        if self._store is None or full <= first:
-            return
         blocks = request.blocks[first:full]
+        if self._store is None or not blocks:
+            return
         if len(blocks) > self._save_room_blocks:
             self.events.labels("save_queue_full").inc()
             return

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from itertools import takewhile
 
 from emberkv_proto.types import BlockHash
 
@@ -28,13 +29,7 @@ class BlockPool:
 
     def match(self, hashes: Sequence[BlockHash]) -> list[int]:
         """Blocks of the longest cached prefix. Takes no reference: touch them before allocating."""
-        found = []
-        for block_hash in hashes:
-            block = self._block_of.get(block_hash)
-            if block is None:
-                break
-            found.append(block)
-        return found
+        return [self._block_of[h] for h in takewhile(self._block_of.__contains__, hashes)]
 
     def can_allocate(self, count: int, touched: Sequence[int] = ()) -> bool:
         """Whether `count` new blocks are free once those of `touched` are no longer."""
@@ -51,9 +46,8 @@ class BlockPool:
         blocks = [self._free.popitem(last=False)[0] for _ in range(count)]
         for block in blocks:
             self._refs[block] = 1
-            old = self._hash_of.pop(block, None)
-            if old is not None:
-                del self._block_of[old]
+            if block in self._hash_of:
+                del self._block_of[self._hash_of.pop(block)]
         return blocks
 
     def release(self, blocks: Sequence[int]) -> None:
@@ -68,10 +62,8 @@ class BlockPool:
 
     def remember(self, block: int, block_hash: BlockHash) -> None:
         """Make a full, computed block findable. A second copy of known content is not kept."""
-        if not self._keeps_prefixes or block in self._hash_of:
-            return
-        if self._block_of.setdefault(block_hash, block) == block:
-            self._hash_of[block] = block_hash
+        if self._keeps_prefixes and block not in self._hash_of and block_hash not in self._block_of:
+            self._hash_of[block], self._block_of[block_hash] = block_hash, block
 
     def check_integrity(self) -> None:
         """Assert: free is exactly the unreferenced; hashes and blocks map one to one."""

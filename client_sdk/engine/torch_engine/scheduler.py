@@ -149,8 +149,7 @@ class Scheduler:
     def _leave(self, request: Request) -> None:
         self.active.remove(request)
         self.pool.release(request.blocks)
-        request.blocks, request.computed = [], 0
-        request.is_loading, request.loaded = False, ()
+        request.blocks, request.computed, request.is_loading, request.loaded = [], 0, False, ()
 
     def _blocks_for(self, request: Request) -> int:
         return -(-len(request.tokens) // self._block_tokens)

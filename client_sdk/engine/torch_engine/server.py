@@ -102,10 +102,9 @@ class EngineServer:
                         choice = _choice(ask, request, [token], len(said))
                         await _send(response, {**head, "choices": [choice]})
         except UnavailableError as error:
-            refusal = _refusal(str(error), "unavailable")
             if not response.prepared:
-                raise refusal from error
-            await response.write(f"data: {refusal.text}\n\n".encode())
+                raise _refusal(str(error), "unavailable") from error
+            await _send(response, {"error": {"message": str(error), "type": "server_error"}})
             return response
         if not ask.stream:
             choices = [_choice(ask, request, said, len(said))]
@@ -131,8 +130,7 @@ class EngineServer:
         return web.json_response({"status": "ok", "engine_id": self._cfg.engine_id})
 
     async def _metrics(self, _: web.Request) -> web.Response:
-        kind = {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
-        return web.Response(body=generate_latest(self._engine.metrics), headers=kind)
+        return web.Response(text=generate_latest(self._engine.metrics).decode())
 
 
 def _head(ask: Ask, model: str) -> Json:

@@ -53,7 +53,7 @@ class StoreLink:
 
     def load(self, hashes: Sequence[BlockHash], deadline: float) -> Future[Verified | None]:
         """Bring and verify what is there by the (monotonic) deadline; then `copy` or `release`."""
-        return self._submit(self._loads, "load", partial(self._load, hashes, deadline))
+        return self._submit(self._loads, "load", lambda: self._load(hashes, deadline))
 
     def copy(self, load: Verified, blocks: Sequence[int]) -> list[Future[bool | None]]:
         """Copy into `blocks` of the pages: a future for each layer, and one more.
