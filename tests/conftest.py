@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Iterator
 
@@ -22,12 +23,25 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
 @pytest.fixture(autouse=True)
-def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fail a test that leaves a descriptor, thread or shared-memory file behind.
-
-    Left-over asyncio tasks surface as ResourceWarning or "task was destroyed", which are errors.
-    """
+def no_leaks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Fail a test that leaves a descriptor, thread, task or shared-memory file behind."""
+    tasks = _watch_for_left_tasks(monkeypatch)
     before = held_now()
     yield
-    leaks = leaked_since(before)
+    leaks = leaked_since(before) + tasks
     assert not leaks, "left behind: " + "; ".join(leaks)
+
+
+def _watch_for_left_tasks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Tasks that still run when a runner closes its loop; filled as that happens."""
+    left: list[str] = []
+    cancel_all = asyncio.runners._cancel_all_tasks  # type: ignore[attr-defined]
+
+    def note_and_cancel(loop: asyncio.AbstractEventLoop) -> None:
+        left.extend(
+            f"task {task.get_name()}: {task.get_coro()}" for task in asyncio.all_tasks(loop)
+        )
+        cancel_all(loop)
+
+    monkeypatch.setattr(asyncio.runners, "_cancel_all_tasks", note_and_cancel)
+    return left
