@@ -30,7 +30,7 @@ def run_server(
     name: str,
     kind: type[S],
     serve: Callable[[S], Coroutine[Any, Any, None]],
-    arguments: Sequence[str] | None,
+    arguments: Sequence[str] | None = None,
     log_level: Callable[[S], str] = lambda _: "info",
 ) -> int:
     """Read the command line and the settings, then `serve`.

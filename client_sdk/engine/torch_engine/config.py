@@ -59,14 +59,9 @@ class EngineSection(Section):
         """Identity of this engine's blocks: one full-attention group, one shard."""
         layout = KvLayout("float32", self.layers, self.kv_heads, self.head_dim)
         part_bytes = self.layers * 2 * self.block_tokens * self.kv_heads * self.head_dim * KV_BYTES
-        return Namespace(
-            model=self.model,
-            weights_id=weights_id,
-            kv_dtype="float32",
-            layout_fingerprint=layout.fingerprint,
-            block_tokens=self.block_tokens,
-            groups=(Group(GroupKind.FULL, self.layers, part_bytes),),
-        )
+        groups = (Group(GroupKind.FULL, self.layers, part_bytes),)
+        identity = self.model, weights_id, "float32", layout.fingerprint
+        return Namespace(*identity, self.block_tokens, groups)
 
 
 class EngineSettings(Settings):

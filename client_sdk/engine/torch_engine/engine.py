@@ -16,16 +16,15 @@ from dataclasses import dataclass, field
 import torch
 from prometheus_client import CollectorRegistry, Counter, Gauge, Summary
 
+from client_sdk.engine.store_link import StoreLink, Verified
 from client_sdk.engine.torch_engine.config import EngineSection
 from client_sdk.engine.torch_engine.model import TinyTransformer
 from client_sdk.engine.torch_engine.scheduler import Chunk, Request, Scheduler
-from client_sdk.engine.torch_engine.store_link import StoreLink, Verified
 from client_sdk.sync_client import SyncClient
 from emberkv_proto.errors import UnavailableError
 from emberkv_proto.types import EngineInfo, Source
 
 log = logging.getLogger(__name__)
-FIRST_GUESS_TOKENS_PER_SECOND = 2000.0
 Copy = list[Future[bool | None]]
 
 
@@ -52,7 +51,7 @@ class TorchEngine:
         self.scheduler = Scheduler(cfg, self.namespace.id, self._before_preempt)
         self._store: StoreLink | None = None
         self._save_room_blocks = cfg.save_queue_blocks
-        self._tokens_per_second = FIRST_GUESS_TOKENS_PER_SECOND
+        self._tokens_per_second = 2000.0  # a first guess
         self._flights: dict[Request, _Flight] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._news, self._is_stopping = asyncio.Event(), False
@@ -77,8 +76,8 @@ class TorchEngine:
         self._spawn(self._run())
 
     def connect(self, info: EngineInfo | None) -> SyncClient:
-        seconds, path = self.cfg.store_timeout_seconds, self.cfg.socket_path
-        return SyncClient(path, self.namespace, engine=info, timeout_seconds=seconds)
+        cfg, timeout = self.cfg, self.cfg.store_timeout_seconds
+        return SyncClient(cfg.socket_path, self.namespace, engine=info, timeout_seconds=timeout)
 
     async def answer(self, request: Request) -> AsyncGenerator[int, None]:
         """Say up to `max_tokens` tokens. Closing the generator ends the request.

@@ -20,7 +20,6 @@ from client_sdk.engine.torch_engine.scheduler import Chunk
 from emberkv_proto.layout import canonical_json
 
 SPOKEN = range(32, 127)  # what the model may say: printable ASCII; prompts may hold any id
-ARCHITECTURE = "ember-tiny-1"
 
 
 class TinyTransformer:
@@ -29,7 +28,7 @@ class TinyTransformer:
     def __init__(self, cfg: EngineSection) -> None:
         self.cfg = cfg
         rng = np.random.default_rng(cfg.seed)
-        digest = blake3.blake3(canonical_json([ARCHITECTURE, cfg.layers, cfg.d_model, cfg.heads]))
+        digest = blake3.blake3(canonical_json(["ember-1", cfg.layers, cfg.d_model, cfg.heads]))
 
         def matrix(rows: int, columns: int, gain: float = 1.0) -> Tensor:
             values = rng.standard_normal((rows, columns)) * (gain / rows**0.5)

@@ -12,7 +12,7 @@ from aiohttp import web
 from prometheus_client import generate_latest
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from client_sdk.engine.torch_engine.config import EngineSection, EngineSettings
+from client_sdk.engine.torch_engine.config import Count, EngineSection, EngineSettings
 from client_sdk.engine.torch_engine.engine import TorchEngine
 from client_sdk.engine.torch_engine.scheduler import Request
 from client_sdk.server_main import stop_signal, write_endpoint
@@ -20,7 +20,6 @@ from emberkv_proto.errors import UnavailableError
 from emberkv_proto.types import Source
 
 Json = dict[str, Any]
-Count = Annotated[int, Field(ge=1)]
 MAX_BODY_BYTES = 32 * 1024 * 1024
 ROLE_START, ROLE_END = 256, 257  # marks around a message; the ids below them are bytes
 
@@ -115,19 +114,18 @@ class EngineServer:
         return response
 
     async def _tokenize(self, http: web.Request) -> web.Response:
-        tokens = _parse(await http.read()).tokens(self._cfg)
-        size = {"count": len(tokens), "max_model_len": self._cfg.max_tokens}
-        return web.json_response({**size, "tokens": tokens})
+        ids = _parse(await http.read()).tokens(self._cfg)
+        size = {"count": len(ids), "max_model_len": self._cfg.max_tokens}
+        return web.json_response({**size, "tokens": ids})
 
     async def _models(self, _: web.Request) -> web.Response:
-        model = {"id": self._cfg.model, "object": "model", "created": 0, "owned_by": "emberkv"}
-        model["max_model_len"] = self._cfg.max_tokens
+        model = {"id": self._cfg.model, "object": "model", "max_model_len": self._cfg.max_tokens}
         return web.json_response({"object": "list", "data": [model]})
 
     async def _health(self, _: web.Request) -> web.Response:
-        if not self._engine.is_alive:
-            raise _refusal("the engine does not run", "unavailable")
-        return web.json_response({"status": "ok", "engine_id": self._cfg.engine_id})
+        if self._engine.is_alive:
+            return web.json_response({"status": "ok", "engine_id": self._cfg.engine_id})
+        raise _refusal("the engine does not run", "unavailable")
 
     async def _metrics(self, _: web.Request) -> web.Response:
         return web.Response(text=generate_latest(self._engine.metrics).decode())
