@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from store_daemon.tiers.ssd import SsdRow
 
 STORED_TIERS = (Tier.DRAM, Tier.SSD)
+MAX_ANCESTORS_ASKED = 1024
+"""How far up a chain is followed before a block that came after its child leans on its parent."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -78,7 +80,8 @@ class Block:
     access: int = 0
     """Number of the last access; a smaller one is older."""
     leans: bool = False
-    """Whether it counts as a child of its parent: it has, or is getting, a place in DRAM."""
+    """Whether it counts as a child of its parent: it has, or is getting, a place in DRAM, and does
+    not come from itself."""
     is_queued: bool = False
     """Whether the eviction queue holds it."""
 
@@ -333,7 +336,7 @@ class BlockCatalog:
             for part, slot in enumerate(block.slots):
                 assert not (slot is not None and block.writers >> part & 1)
                 assert slot is None or slot.extent.occupants[slot.number] is block
-            assert block.leans == bool(block.writers or any(block.slots))
+            assert not block.leans or block.writers or any(block.slots)
             if block.leans and block.parent is not None:
                 children[block.parent] = children.get(block.parent, 0) + 1
             assert not self.is_evictable(block) or block.is_queued, "a victim nobody can find"
@@ -384,10 +387,14 @@ class BlockCatalog:
         return slots
 
     def _lean(self, block: Block) -> None:
-        """Count the block as its parent's child exactly while it has or gets a place in DRAM."""
+        """Count the block as its parent's child exactly while it has or gets a place in DRAM.
+
+        A forged chain that bites its own tail would hold its slots for ever, so the block that
+        closes the ring leans on nobody.
+        """
         leans = bool(block.writers) or any(block.slots)
         parent_hash = block.parent
-        if leans is block.leans:
+        if leans is block.leans or (leans and self._may_close_ring(block)):
             return
         block.leans = leans
         if parent_hash is None:
@@ -403,6 +410,22 @@ class BlockCatalog:
         parent = self.blocks.get(parent_hash)
         if parent is not None:
             self._offer(parent)
+
+    def _may_close_ring(self, block: Block) -> bool:
+        """Whether leaning on its parent could make the block its own ancestor.
+
+        Only a block that came after its child can; the way up is followed for a bounded number of
+        steps.
+        """
+        if block.hash not in self._children:
+            return block.parent == block.hash
+        ancestor = block.parent
+        for _ in range(MAX_ANCESTORS_ASKED):
+            above = self.blocks.get(ancestor) if ancestor is not None else None
+            if above is None or not above.leans:
+                return ancestor == block.hash
+            ancestor = above.parent
+        return True
 
     def _add_row(self, block: Block, row: SsdRow) -> None:
         block.rows[row.part] = row

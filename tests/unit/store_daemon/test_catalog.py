@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 
 from emberkv_proto.events import BlocksRemoved, BlocksStored
 from emberkv_proto.hashing import index_key
 from emberkv_proto.types import BlockHash, Tier
+from store_daemon import catalog
 from store_daemon.catalog import Block, BlockCatalog, StoredNamespace
 from store_daemon.eviction import EvictionQueue, choose_extent
 from store_daemon.tiers.slots import Slot, SlotAllocator
@@ -184,6 +186,28 @@ def test_children_that_came_before_their_parent_count(fixture: Fixture) -> None:
     assert fixture.catalog.holes == 1
     fixture.put(first)
     assert [b.hash for b in fixture.victims()] == [second, first]
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 20])
+def test_a_ring_of_forged_parents_can_be_evicted(fixture: Fixture, length: int) -> None:
+    hashes = chain(PLAIN.namespace, length)
+    for number, block_hash in enumerate(hashes):
+        fixture.put(block_hash, hashes[number - 1])
+    fixture.check()
+    assert {b.hash for b in fixture.victims()} == set(hashes)
+    fixture.check()
+
+
+def test_a_block_below_more_ancestors_than_are_asked_leans_on_nobody(fixture: Fixture) -> None:
+    hashes = chain(PLAIN.namespace, 8)
+    with mock.patch.object(catalog, "MAX_ANCESTORS_ASKED", 3):
+        fixture.put(hashes[7], hashes[6])
+        fixture.put_chain(hashes[:6])
+        fixture.put(hashes[6], hashes[5])
+    fixture.check()
+    assert fixture.catalog.children(hashes[5]) == 0
+    assert len(fixture.victims()) == 8
+    fixture.check()
 
 
 @pytest.mark.parametrize(
