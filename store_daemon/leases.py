@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NewType
 
-from emberkv_proto.errors import LeaseExpiredError, UnknownLeaseError
+from emberkv_proto.errors import LeaseExpiredError, PoolFullError, UnknownLeaseError
 from emberkv_proto.types import BlockHash, Source
 from store_daemon.catalog import Block, StoredNamespace
 
@@ -20,6 +20,8 @@ SessionId = NewType("SessionId", int)
 PEERS = SessionId(0)
 """Holder of the leases that other daemons have."""
 REMEMBERED_EXPIRED = 4096
+MAX_LEASES = 4096
+"""Most leases that one holder may have; more is a client that forgets to release."""
 
 
 @dataclass(eq=False, slots=True)
@@ -95,6 +97,7 @@ class LeaseTable:
         expires_at: float,
     ) -> Lease:
         """Record a lease over blocks that the caller has pinned."""
+        assert len(hashes) == len(blocks)
         self._next_id += 1
         lease = Lease(
             LeaseId(self._next_id), session, namespace, hashes, blocks, sources, expires_at
@@ -102,6 +105,11 @@ class LeaseTable:
         self._leases[lease.id] = lease
         self._by_session.setdefault(session, {})[lease.id] = lease
         return lease
+
+    def check_room(self, session: SessionId) -> None:
+        """Raises PoolFullError when the holder has as many leases as it may."""
+        if len(self._by_session.get(session, ())) >= MAX_LEASES:
+            raise PoolFullError(f"{MAX_LEASES} leases are held already; release those not needed")
 
     def check(self, session: SessionId, lease_id: LeaseId, now: float) -> Lease:
         """The session's lease, if it may be used now.

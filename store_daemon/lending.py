@@ -96,7 +96,11 @@ class Lender:
         deadline_seconds: float,
         target: PullTarget,
     ) -> Lease | None:
-        """Lease the usable prefix, and begin to bring what of it is not in DRAM; None: no hit."""
+        """Lease the usable prefix, and begin to bring what of it is not in DRAM; None: no hit.
+
+        Raises PoolFullError when the session holds too many leases.
+        """
+        self.leases.check_room(session)
         holdings = self._holdings
         counters = holdings.counters
         found = holdings.catalog.usable_prefix(namespace, hashes)
@@ -207,6 +211,7 @@ class Lender:
         The blocks stay pinned for `peer_seconds` longer than the peer may begin to read them, so
         that a read that began in time does not see its slot reused.
         """
+        self.leases.check_room(PEERS)
         found = self._holdings.catalog.usable_prefix(namespace, hashes)
         if not found:
             return PeerGrant(0, 0, namespace.parts, (), ())
@@ -222,7 +227,7 @@ class Lender:
             self._fill(lease, seconds)
             self._holdings.publish()
             try:
-                await self.wait(PEERS, lease.id, len(hashes), seconds)
+                await self.wait(PEERS, lease.id, lease.usable, seconds)
             except BaseException:
                 if not lease.is_ended:
                     self.release(PEERS, lease.id)
@@ -334,7 +339,7 @@ class Lender:
             if block is not None:
                 block.pins += 1  # catalog.pin, without a call for each block of a long prefix
         lease = self.leases.grant(
-            session, namespace, hashes, blocks, sources, self._clock() + seconds
+            session, namespace, hashes[: len(blocks)], blocks, sources, self._clock() + seconds
         )
         lease.advance()
         return lease

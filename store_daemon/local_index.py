@@ -75,7 +75,10 @@ class LocalIndex:
             index._open_or_replace_database(expected=known)
         except OSError as error:
             lock.release()
-            raise PreflightError(f"{data_dir} cannot be used: {error}") from error
+            raise PreflightError(
+                f"{data_dir} cannot be used: {error}; mend that or set daemon.data_dir to another"
+                " directory"
+            ) from error
         except BaseException:
             lock.release()
             raise

@@ -16,6 +16,7 @@ from emberkv_proto.errors import (
     DrainingError,
     InvalidRequestError,
     LeaseExpiredError,
+    PoolFullError,
     UnknownLeaseError,
     UnknownNamespaceError,
     UnknownStageError,
@@ -193,6 +194,7 @@ class BlockStore:
         Raises:
             DrainingError: no new sessions.
             InvalidRequestError: the part does not exist or does not fit an extent.
+            PoolFullError: there is no room to keep the namespace.
         """
         own: StoredNamespace | None = None
         if namespace is not None:
@@ -486,7 +488,13 @@ class BlockStore:
         entered = StoredNamespace.of(namespace)
         for size_class in entered.size_classes:
             slots.check_fits(size_class)
-        self._index.put_namespace(namespace)
+        try:
+            self._index.put_namespace(namespace)
+        except OSError as error:
+            raise PoolFullError(
+                f"a new namespace cannot be kept in daemon.data_dir: {error.strerror}; free space"
+                " there"
+            ) from None
         self._namespaces[entered.id] = entered
         return entered
 

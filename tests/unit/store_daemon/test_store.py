@@ -12,6 +12,7 @@ from emberkv_proto.errors import (
     DrainingError,
     InvalidRequestError,
     LeaseExpiredError,
+    PoolFullError,
     UnknownLeaseError,
     UnknownNamespaceError,
     UnknownStageError,
@@ -19,7 +20,7 @@ from emberkv_proto.errors import (
 from emberkv_proto.hashing import checksum
 from emberkv_proto.layout import Namespace
 from emberkv_proto.types import AcquirePolicy, BlockHash, NamespaceId, Source, StageState, Tier
-from store_daemon import lending
+from store_daemon import leases, lending
 from store_daemon.leases import Lease
 from store_daemon.ports import PullTarget
 from store_daemon.sessions import Session
@@ -464,6 +465,42 @@ async def test_a_peer_reads_only_what_it_leases_and_only_in_time(make: Make) -> 
     small.store.tick()
     assert len(small.store.lender.leases) == 0
     small.store.peer_release(grant.lease_id)
+
+
+async def test_leases_that_a_holder_never_ends_are_limited(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leases, "MAX_LEASES", 3)
+    small = make()
+    session, other = small.open(NAMESPACE), small.open(NAMESPACE)
+    small.put(session, HASHES[:2])
+    held = [acquire(small, session, HASHES) for _ in range(3)]
+    assert [len(lease.hashes) for lease in held] == [2, 2, 2], "misses are not kept"
+    with pytest.raises(PoolFullError, match="release those not needed"):
+        acquire(small, session, HASHES)
+    assert small.store.lender.leases
+    acquire(small, other, HASHES)
+    for _ in range(3):
+        await small.store.peer_acquire(NAMESPACE.id, HASHES, 5.0, "node-2")
+    with pytest.raises(PoolFullError):
+        await small.store.peer_acquire(NAMESPACE.id, HASHES, 5.0, "node-2")
+    small.store.release(session, [held[0].id])
+    acquire(small, session, HASHES)
+
+
+async def test_a_namespace_that_cannot_be_kept_is_refused_and_the_others_go_on(
+    make: Make,
+) -> None:
+    small = make()
+    session = small.open(NAMESPACE)
+    with (
+        mock.patch("store_daemon.files.os.write", side_effect=OSError(28, "No space left")),
+        pytest.raises(PoolFullError, match="No space left; free space there"),
+    ):
+        small.open(small_namespace(model="new"))
+    assert len(small.store.sessions) == 1
+    assert small.put(session, HASHES) == 12
+    small.open(small_namespace(model="new"))
 
 
 async def test_a_peer_asking_for_nothing_we_have_gets_no_lease(make: Make) -> None:
