@@ -34,11 +34,15 @@ from store_daemon.sessions import Session
 
 log = logging.getLogger(__name__)
 MAX_SESSIONS = 1024
+MAX_CONNECTIONS = 2 * MAX_SESSIONS
+"""With those that have not said HELLO yet; the next is hung up on, to keep descriptors free."""
 MAX_CALLS_IN_FLIGHT = 256
 WRITE_BUFFER_BYTES = 1 << 20
 UNREAD_SECONDS = 10.0
 """How long a client may leave our answers unread before it is cut off."""
 HELLO_SECONDS = 10.0
+TURN_SECONDS = 0.005
+"""How long one client's calls may take before the loop serves the others."""
 _CREDENTIALS = struct.Struct("3i")
 T = TypeVar("T")
 
@@ -133,6 +137,8 @@ class Connection(asyncio.Protocol):
         self._timer: asyncio.TimerHandle | None = None
         self._was_cut = False
         self._is_closing = False
+        self._is_unread = False
+        """Whether answers pile up because the client does not read them."""
         self._last_heard = time.monotonic()
 
     # ---- asyncio.Protocol ----
@@ -140,41 +146,29 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is one by shape only
         self._server.connections.add(self)
+        if len(self._server.connections) > MAX_CONNECTIONS:
+            self.cut("too many connections")
+            return
         self._transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
         self._peer = self._with_socket(_credentials)
         self._set_timer(HELLO_SECONDS, "no HELLO")
 
     def data_received(self, data: bytes) -> None:
         self._last_heard = time.monotonic()
-        buffer = self._buffer
-        buffer += data
-        start, end = 0, len(buffer)
-        while end - start >= HEADER.size and not self._is_closing:
-            try:
-                header = unpack_header(memoryview(buffer)[start : start + HEADER.size])
-                if header.status:
-                    raise FrameError(f"a request has status 0, not {header.status}")
-            except FrameError as error:
-                self._refuse_stream(bytes(buffer[start : start + HEADER.size]), error)
-                return
-            frame_end = start + HEADER.size + header.payload_bytes
-            if end < frame_end:
-                break
-            payload = bytes(memoryview(buffer)[start + HEADER.size : frame_end])
-            start = frame_end
-            self._frame(header, payload)
-        if start:
-            del buffer[:start]
+        self._buffer += data
+        self._answer_frames()
 
     def pause_writing(self) -> None:
         # What it asks is not answered faster than it reads; so our memory for it is bounded.
+        self._is_unread = True
         self._transport.pause_reading()
         self._set_timer(UNREAD_SECONDS, "it does not read its answers")
 
     def resume_writing(self) -> None:
-        self._clear_timer()
+        self._is_unread = False
         if not self._is_closing:
-            self._transport.resume_reading()
+            self._clear_timer()
+            self._go_on()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._is_closing = True
@@ -215,6 +209,38 @@ class Connection(asyncio.Protocol):
 
     # ---- frames ----
 
+    def _answer_frames(self) -> None:
+        """Answer the whole frames that are here, as long as it is this client's turn."""
+        buffer = self._buffer
+        start, end = 0, len(buffer)
+        turn_ends = time.monotonic() + TURN_SECONDS
+        while end - start >= HEADER.size and not (self._is_closing or self._is_unread):
+            if start and time.monotonic() > turn_ends:
+                self._transport.pause_reading()
+                asyncio.get_running_loop().call_soon(self._go_on)
+                break
+            try:
+                header = unpack_header(memoryview(buffer)[start : start + HEADER.size])
+                if header.status:
+                    raise FrameError(f"a request has status 0, not {header.status}")
+            except FrameError as error:
+                self._refuse_stream(bytes(buffer[start : start + HEADER.size]), error)
+                return
+            frame_end = start + HEADER.size + header.payload_bytes
+            if end < frame_end:
+                break
+            payload = bytes(memoryview(buffer)[start + HEADER.size : frame_end])
+            start = frame_end
+            self._frame(header, payload)
+        if start:
+            del buffer[:start]
+
+    def _go_on(self) -> None:
+        """Answer what is left of an earlier turn, and read on."""
+        if not (self._is_closing or self._is_unread):
+            self._transport.resume_reading()
+            self._answer_frames()
+
     def _frame(self, header: FrameHeader, payload: bytes) -> None:
         try:
             if self._session is None:
@@ -235,7 +261,6 @@ class Connection(asyncio.Protocol):
 
     def _hello(self, header: FrameHeader, payload: bytes) -> None:
         """Open the session, or answer why not and close."""
-        self._clear_timer()
         try:
             if not self._server.admits(self._peer.uid):
                 raise AccessDeniedError(
@@ -251,6 +276,7 @@ class Connection(asyncio.Protocol):
             self._is_closing = True
             self._transport.close()
             return
+        self._clear_timer()
         self._session = session
         answer = pack_frame(
             Method.HELLO, header.request_id, self._servicer.describe_session(session)

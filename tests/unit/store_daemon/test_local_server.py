@@ -13,7 +13,7 @@ import pytest_asyncio
 from google.protobuf.message import Message
 
 from client_sdk.aio import timeout
-from emberkv_proto.errors import ERROR_TYPES, PreflightError
+from emberkv_proto.errors import ERROR_TYPES, IntegrityError, PreflightError
 from emberkv_proto.hashing import checksum
 from emberkv_proto.types import Incarnation, NodeId
 from emberkv_proto.v1 import common_pb2, store_pb2
@@ -303,14 +303,92 @@ async def test_a_client_that_does_not_read_is_cut_off_and_others_are_served(
     greedy, other = served.connect(), served.connect()
     await greedy.hello()
     await other.hello()
-    frame = pack_frame(
-        Method.PROBE, 1, store_pb2.ProbeRequest(hashes=PACKED * 5000).SerializeToString()
-    )
+    many = b"".join(chain(NAMESPACE, 30_000))
+    frame = pack_frame(Method.PROBE, 1, store_pb2.ProbeRequest(hashes=many).SerializeToString())
     with pytest.raises((ConnectionError, TimeoutError, asyncio.TimeoutError)):  # noqa: PT012
         for _ in range(200):
             await asyncio.wait_for(greedy.send(frame), 2)
             assert await other.call(Method.HEARTBEAT, store_pb2.HeartbeatRequest())
     await sessions_left(served, 1)
+
+
+async def test_a_flood_of_calls_is_answered_in_order_and_leaves_turns_to_others(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local_server, "TURN_SECONDS", 0.0)
+    greedy, other = served.connect(), served.connect()
+    await greedy.hello()
+    await other.hello()
+    checks = 0
+    check = Servicer.check
+
+    def counted(servicer: Servicer) -> store_pb2.CheckResponse:
+        nonlocal checks
+        checks += 1
+        return check(servicer)
+
+    monkeypatch.setattr(Servicer, "check", counted)
+    await greedy.send(b"".join(pack_frame(Method.CHECK, number, b"") for number in range(3000)))
+    await other.call(Method.HEARTBEAT, store_pb2.HeartbeatRequest())
+    assert checks < 3000
+    assert [(await greedy.frame())[2] for _ in range(3000)] == list(range(3000))
+
+
+async def test_what_was_asked_while_answers_were_unread_is_answered_later(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local_server, "WRITE_BUFFER_BYTES", 4096)
+    client = served.connect()
+    await client.hello()
+    request = store_pb2.ProbeRequest(hashes=b"".join(chain(NAMESPACE, 1000))).SerializeToString()
+    frames = [pack_frame(Method.PROBE, number, request) for number in range(600)]
+    sending = asyncio.create_task(client.send(b"".join(frames)))
+    await asyncio.sleep(0.2)
+    assert not sending.done(), "the daemon reads on though nobody takes its answers"
+    assert [(await client.frame())[2] for _ in frames] == list(range(600))
+    await sending
+
+
+async def test_a_client_that_reads_a_little_of_its_last_answers_cannot_hold_up_the_end(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local_server, "WRITE_BUFFER_BYTES", 1 << 22)
+    client = served.connect()
+    await client.hello()
+    request = store_pb2.ProbeRequest(hashes=b"".join(chain(NAMESPACE, 60_000))).SerializeToString()
+    frame = pack_frame(Method.PROBE, 1, request)
+    sending = asyncio.create_task(client.send(frame * 100))
+    (connection,) = served.server.connections
+    async with timeout(5):
+        while not connection._is_unread:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    closing = asyncio.create_task(served.server.close())
+    async with timeout(5):
+        while connection._is_unread:
+            await client._receive()
+    await asyncio.wait_for(closing, 5)
+    with pytest.raises(ConnectionError):
+        await sending
+
+
+async def test_connections_that_say_nothing_are_limited(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local_server, "MAX_CONNECTIONS", 3)
+    clients = [served.connect() for _ in range(4)]
+    assert await clients[3].is_hung_up()
+    await clients[0].hello()
+
+
+async def test_a_client_whose_hello_failed_is_cut_off_in_time(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local_server, "HELLO_SECONDS", 0.2)
+    client = served.connect()
+    broken = mock.patch.object(Servicer, "open_session", side_effect=OSError("broken"))
+    with broken, pytest.raises(IntegrityError):
+        await client.hello()
+    assert await client.is_hung_up()
 
 
 async def test_a_silent_writer_is_cut_off(served: Served) -> None:
