@@ -42,13 +42,20 @@ def hashes_to_wire(hashes: Iterable[BlockHash]) -> bytes:
 
 
 def hashes_from_wire(packed: bytes) -> list[BlockHash]:
-    """Raises InvalidRequestError on a length that is no multiple of 32, or over the limit."""
+    """The hashes of a chain run.
+
+    Raises:
+        InvalidRequestError: a length that is no multiple of 32, over the limit, or a hash twice.
+    """
     count, rest = divmod(len(packed), BLOCK_HASH_BYTES)
     if rest or count > MAX_BLOCKS_PER_CALL:
         raise InvalidRequestError(
             f"hashes has {len(packed)} bytes; wanted 32 for each of at most {MAX_BLOCKS_PER_CALL}"
         )
-    return [BlockHash(packed[i : i + 32]) for i in range(0, len(packed), 32)]
+    hashes = [BlockHash(packed[i : i + 32]) for i in range(0, len(packed), 32)]
+    if len(set(hashes)) != count:
+        raise InvalidRequestError("hashes names a block twice; no chain does")
+    return hashes
 
 
 def parent_from_wire(packed: bytes) -> BlockHash | None:

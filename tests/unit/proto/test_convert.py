@@ -42,7 +42,7 @@ REPORT = NodeReport(
 KEYS = np.array([1, 2**64 - 1, 77], np.uint64)
 
 
-@given(st.lists(st.binary(min_size=32, max_size=32).map(BlockHash), max_size=20))
+@given(st.lists(st.binary(min_size=32, max_size=32).map(BlockHash), max_size=20, unique=True))
 def test_hashes_come_back(hashes: list[BlockHash]) -> None:
     assert convert.hashes_from_wire(convert.hashes_to_wire(hashes)) == hashes
 
@@ -51,7 +51,13 @@ def test_hashes_come_back(hashes: list[BlockHash]) -> None:
 def test_hashes_of_a_broken_or_huge_length_are_refused(length: int) -> None:
     with pytest.raises(InvalidRequestError, match=str(length)):
         convert.hashes_from_wire(bytes(length))
-    assert len(convert.hashes_from_wire(bytes(32 * MAX_BLOCKS_PER_CALL))) == MAX_BLOCKS_PER_CALL
+    most = b"".join(number.to_bytes(32, "little") for number in range(MAX_BLOCKS_PER_CALL))
+    assert len(convert.hashes_from_wire(most)) == MAX_BLOCKS_PER_CALL
+
+
+def test_a_hash_twice_is_no_chain() -> None:
+    with pytest.raises(InvalidRequestError, match="twice"):
+        convert.hashes_from_wire(b"a" * 32 + b"b" * 32 + b"a" * 32)
 
 
 def test_parent_is_absent_or_whole() -> None:
