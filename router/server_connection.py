@@ -142,7 +142,9 @@ class ServerConnection(asyncio.Protocol):
         self._server.connections.add(self)
 
     def data_received(self, data: bytes) -> None:
-        self.last_activity = self._server.loop.time()
+        if not self._is_reading_message:
+            # A request that comes drop by drop has no more time than one that stops.
+            self.last_activity = self._server.loop.time()
         if self._is_discarding:
             return
         try:
@@ -192,7 +194,8 @@ class ServerConnection(asyncio.Protocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._count_head(len(name) + len(value) + 4)
-        self._headers.append((name.lower(), value))
+        if not self._is_head_complete:  # trailers come here too; they are not passed on
+            self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
         self._is_head_complete = True

@@ -234,6 +234,46 @@ async def test_an_idle_connection_and_half_a_request_are_closed_in_time() -> Non
         assert router.inflight() == 1
 
 
+async def test_a_request_that_comes_drop_by_drop_is_closed_in_time_too() -> None:
+    async with (
+        FakeEngine().serving() as engine,
+        running_router(engine.url, client_idle_seconds=0.3) as router,
+        connected(router.port) as head,
+        connected(router.port) as body,
+    ):
+        head.send(b"GET /health HTTP/1.1\r\nX: ")
+        body.send(b"POST /v1/completions HTTP/1.1\r\nContent-Length: 5000\r\n\r\n")
+
+        async def drip() -> None:
+            while True:
+                head.send(b"a")
+                body.send(b"a")
+                await asyncio.sleep(0.02)
+
+        dripping = asyncio.create_task(drip())
+        try:
+            assert (await head.read()).status == 408
+            assert (await body.read()).status == 408
+        finally:
+            dripping.cancel()
+
+
+async def test_trailers_do_not_become_headers() -> None:
+    async with (
+        FakeEngine().serving() as engine,
+        running_router(engine.url) as router,
+        connected(router.port) as client,
+    ):
+        body = json.dumps(PROMPT).encode()
+        client.send(
+            b"POST /v1/completions HTTP/1.1\r\nTransfer-Encoding: chunked\r\nX-Own: 1\r\n\r\n"
+            b"%x\r\n%s\r\n0\r\nAuthorization: forged\r\n\r\n" % (len(body), body)
+        )
+        assert (await client.read()).status == 200
+        assert "authorization" not in engine.requests[0].headers
+        assert engine.requests[0].headers["x-own"] == "1"
+
+
 async def test_a_crash_of_a_route_is_500_and_the_connection_goes_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
