@@ -50,6 +50,8 @@ class UpstreamConnection(asyncio.Protocol):
         self.idle_since = 0.0
         self._transport: asyncio.Transport = None  # type: ignore[assignment]
         self._buffer = b""
+        self._is_asked = False
+        """Whether a request was sent whose body nobody has taken over yet."""
         self._head_waiter: asyncio.Future[ResponseHead] | None = None
         self._body_waiter: asyncio.Future[None] | None = None
         self._body: Body | None = None
@@ -66,9 +68,12 @@ class UpstreamConnection(asyncio.Protocol):
     async def request(self, payload: bytes) -> ResponseHead:
         """Send a whole request and wait for the response head. No deadline of its own.
 
+        What comes of the body until `relay` takes it over is kept.
+
         Raises:
             UpstreamError: as its kinds say.
         """
+        self._is_asked = True
         self._head_waiter = self._loop.create_future()
         self._transport.write(payload)
         try:
@@ -85,6 +90,7 @@ class UpstreamConnection(asyncio.Protocol):
             DiedError: it ended before its end.
         """
         self._may_reuse = head.may_keep_alive
+        self._is_asked = False
         self._body = body
         self._sink = sink
         self._body_waiter = self._loop.create_future()
@@ -141,9 +147,9 @@ class UpstreamConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._body is not None:
             self._pass(data)
-        elif self._head_waiter is not None:
+        elif self._is_asked:
             self._buffer += data
-            if not self._head_waiter.done():
+            if self._head_waiter is not None and not self._head_waiter.done():
                 self._find_head()
         else:
             self.abort()  # bytes that nobody asked for
