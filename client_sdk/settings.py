@@ -73,6 +73,7 @@ def load_with_origins(
         if not equals or not dot:
             raise ConfigError(f"--set {override!r}: wanted section.key=value")
         _put(values, origins, section, key, _scalar(text), f"--set {name}")
+    _refuse_missing_underscore(kind, os.environ if environ is None else environ)
     own = {section: keys for section, keys in values.items() if section in kind.model_fields}
     _check_names(kind, values, origins)
     try:
@@ -107,6 +108,20 @@ def _from_environment(environ: Mapping[str, str]) -> list[tuple[str, str, Any, s
             section, _, key = name[len(ENV_PREFIX) :].lower().partition("__")
             found.append((section, key, _scalar(environ[name]), f"environment {name}"))
     return found
+
+
+def _refuse_missing_underscore(kind: type[Settings], environ: Mapping[str, str]) -> None:
+    """EMBERKV_SECTION_KEY, which would be silently without effect, is refused.
+
+    Kubernetes sets EMBERKV_ROUTER_PORT=tcp://... in the pods beside a service of that name; such
+    an address is left alone.
+    """
+    for section, field in kind.model_fields.items():
+        for key in getattr(field.annotation, "model_fields", ()):
+            wrong = f"{ENV_PREFIX}{section}_{key}".upper()
+            if wrong in environ and not environ[wrong].startswith(("tcp://", "udp://")):
+                right = f"{ENV_PREFIX}{section}__{key}".upper()
+                raise ConfigError(f"environment {wrong} has no effect; did you mean {right!r}?")
 
 
 def _scalar(text: str) -> Any:
@@ -156,6 +171,9 @@ def _describe(error: ValidationError, origins: Origins) -> str:
     lines = []
     for problem in error.errors():
         key = ".".join(str(part) for part in problem["loc"])
+        if len(problem["loc"]) < 2:  # of a section as a whole; its words name the keys
+            lines.append(f"{key}: {problem['msg'].removeprefix('Value error, ')}")
+            continue
         origin = origins.get(".".join(str(part) for part in problem["loc"][:2]), "default")
         lines.append(f"{key}: {problem['msg']} (got {problem['input']!r}, from {origin})")
     return "; ".join(lines)

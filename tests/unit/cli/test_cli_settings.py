@@ -68,6 +68,13 @@ def test_an_unknown_name_in_the_environment_is_refused_by_that_name() -> None:
         load_settings(Parts, None, (), {"EMBERKV_ENGINE__MODLE": "x"})
 
 
+def test_a_name_in_the_environment_that_lacks_an_underscore_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"EMBERKV_ENGINE_MODEL .*'EMBERKV_ENGINE__MODEL'"):
+        load_settings(Parts, None, (), {"EMBERKV_ENGINE_MODEL": "x"})
+    kubernetes = {"EMBERKV_ENGINE_MODEL": "tcp://10.0.0.1:80", "EMBERKV_ENGINE_SERVICE_HOST": "x"}
+    load_settings(Parts, None, (), kubernetes)
+
+
 def test_sections_of_other_parts_are_left_alone(tmp_path: Path) -> None:
     path = write(tmp_path, "dram: {capacity_bytes: 1}\nengine: {layers: 2}")
     assert load_settings(Parts, path, (), {}).engine.layers == 2
