@@ -37,6 +37,12 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for a progr
 IndexOption = Annotated[
     str, typer.Option("--index", help="host:port of the index; default: from the configuration.")
 ]
+PIPE_COLUMNS = 400
+
+
+def _console() -> Console:
+    """For tables: as wide as the terminal; wide enough not to cut words where there is none."""
+    return Console() if sys.stdout.isatty() else Console(width=PIPE_COLUMNS)
 
 
 def invoke(arguments: list[str]) -> None:
@@ -127,7 +133,7 @@ def status(
     if as_json:
         _print_json(status_json(address, nodes))
     else:
-        print_status(Console(), address, nodes)
+        print_status(_console(), address, nodes)
     if not nodes or any(node.problem for node in nodes):
         raise typer.Exit(1)
 
@@ -155,7 +161,7 @@ def where(
     if as_json:
         _print_json(where_json(found))
     else:
-        print_where(Console(), found)
+        print_where(_console(), found)
 
 
 @app.command()
@@ -169,7 +175,7 @@ def doctor(
     if as_json:
         _print_json(findings_json(findings))
     else:
-        print_findings(Console(), findings)
+        print_findings(_console(), findings)
     if any(finding.verdict is Verdict.FAIL for finding in findings):
         raise typer.Exit(1)
 
@@ -188,7 +194,7 @@ def config_show(
     if as_json:
         _print_json(config_json(shown))
     else:
-        print_config(Console(), shown, with_origin=origin)
+        print_config(_console(), shown, with_origin=origin)
 
 
 def _cluster_addresses(config: Path | None, set_: list[str] | None) -> tuple[str, str]:

@@ -19,7 +19,7 @@ from pydantic import Field
 
 from client_sdk.cli.process import ProcessSpec
 from client_sdk.settings import Section, Settings
-from emberkv_proto.errors import ConfigError, UnavailableError
+from emberkv_proto.errors import ConfigError, PreflightError, UnavailableError
 
 MAX_SOCKET_PATH_BYTES = 107
 LOOPBACK = "127.0.0.1"
@@ -219,6 +219,24 @@ def _checked_socket_path(path: Path) -> Path:
             f" {MAX_SOCKET_PATH_BYTES}; set a shorter cluster.base_dir"
         )
     return path
+
+
+def require_free_ports(section: ClusterSection) -> None:
+    """Refuse, before anything is started, fixed ports that somebody listens on.
+
+    Raises:
+        PreflightError: names the port and the key.
+    """
+    for key, port in (("router_port", section.router_port), ("index_port", section.index_port)):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((LOOPBACK, port))
+            except OSError as error:
+                raise PreflightError(
+                    f"{LOOPBACK}:{port}: {error.strerror} (another `emberkv up`?);"
+                    f" set cluster.{key}, 0 for any free port"
+                ) from None
 
 
 def choose_port() -> int:

@@ -66,7 +66,8 @@ def config_json(shown: Sequence[ShownValue]) -> dict[str, Any]:
 
 def print_config(console: Console, shown: Sequence[ShownValue], *, with_origin: bool) -> None:
     table = Table(box=None, pad_edge=False)
-    for heading in ("key", "value", *(("origin",) if with_origin else ())):
+    table.add_column("key", no_wrap=True)
+    for heading in ("value", *(("origin",) if with_origin else ())):
         table.add_column(heading, overflow="fold")
     for item in shown:
         row = [f"{item.section}.{item.key}", json.dumps(item.value)]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from emberkv_proto.errors import EmberError, InvalidRequestError
+from emberkv_proto.errors import EmberError, InvalidRequestError, PreflightError
 
 _EXTRAS = {
     "typer": "cli",
@@ -43,7 +43,7 @@ def run_with(arguments: list[str]) -> int:
         return stopped.code if isinstance(stopped.code, int) else 0
     except EmberError as error:
         print(f"emberkv: {error}", file=sys.stderr)
-        return 2 if isinstance(error, InvalidRequestError) else 1
+        return 2 if isinstance(error, (InvalidRequestError, PreflightError)) else 1
     except ModuleNotFoundError as error:
         extra = _EXTRAS.get((error.name or "").partition(".")[0])
         if extra is None:

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from client_sdk.cli.remote import CALL_SECONDS, daemon_status
+from client_sdk.cli.remote import CALL_SECONDS, daemon_status, indexed_nodes
 from client_sdk.index_client import IndexClient, IndexedNode
 from client_sdk.status import NodeStatus
 from emberkv_proto.errors import EmberError
@@ -53,7 +53,7 @@ async def read_status(index_address: str) -> list[NodeView]:
     """
     index = IndexClient(index_address, timeout_seconds=CALL_SECONDS)
     try:
-        nodes = sorted(await index.nodes(), key=lambda node: node.node_id)
+        nodes = await indexed_nodes(index)
     finally:
         await index.close()
     return list(await asyncio.gather(*(_view(node) for node in nodes)))

@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from client_sdk.cli.cluster import Cluster, until_stopped
-from client_sdk.cli.cluster_plan import ClusterSettings, plan_cluster
+from client_sdk.cli.cluster_plan import ClusterSettings, plan_cluster, require_free_ports
 from client_sdk.cli.config_show import combined_settings
 from client_sdk.settings import load_settings
 
@@ -21,11 +21,12 @@ def run_up(console: Console, config: Path | None, overrides: Sequence[str]) -> i
     Returns 0 when it was stopped, 1 when a process ended by itself.
 
     Raises:
-        ConfigError: before anything is started.
+        ConfigError, PreflightError: before anything is started.
         UnavailableError: a process did not start.
     """
     load_settings(combined_settings(), config, overrides)  # all sections, before any process
     section = load_settings(ClusterSettings, config, overrides).cluster
+    require_free_ports(section)
     cluster = Cluster(plan_cluster(section, config, overrides), console.print)
     return asyncio.run(_serve(console, cluster))
 

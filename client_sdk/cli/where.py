@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from client_sdk.cli.http_json import post_json
-from client_sdk.cli.remote import CALL_SECONDS
+from client_sdk.cli.remote import CALL_SECONDS, indexed_nodes
 from client_sdk.index_client import IndexClient, IndexedNode
 from emberkv_proto.errors import ConfigError, EmberError, InvalidRequestError
 from emberkv_proto.hashing import block_hashes, index_keys
@@ -80,14 +80,14 @@ def choose_engine(nodes: Sequence[IndexedNode], model: str) -> EngineInfo:
         ConfigError: no engine announced, or several models and none named.
     """
     engines = [engine for node in nodes for engine in node.engines]
+    if not engines:
+        raise ConfigError("no engine announced; blocks cannot be hashed without its namespace")
+    served = ", ".join(sorted({engine.model for engine in engines}))
     if model:
         engines = [engine for engine in engines if engine.model == model]
     kinds = {engine.namespace_id: engine for engine in engines}
     if not kinds:
-        raise ConfigError(
-            f"no engine announced{f' model {model!r}' if model else ''};"
-            " blocks cannot be hashed without its namespace"
-        )
+        raise ConfigError(f"no engine announced model {model!r}; there is {served}")
     if len(kinds) > 1:
         names = ", ".join(sorted({engine.model for engine in kinds.values()}))
         raise ConfigError(f"engines of several namespaces announced ({names}); name one: --model")
@@ -106,7 +106,7 @@ async def run_where(query: WhereQuery) -> Where:
         raise ConfigError("give a prompt, or token ids with --tokens")
     index = IndexClient(query.index_address, timeout_seconds=CALL_SECONDS)
     try:
-        nodes = await index.nodes()
+        nodes = await indexed_nodes(index)
         engine = choose_engine(nodes, query.model)
         tokens = query.token_ids
         if tokens is None:
@@ -116,10 +116,7 @@ async def run_where(query: WhereQuery) -> Where:
     finally:
         await index.close()
     found = {hit.node_id: hit for hit in hits}
-    rows = tuple(
-        node_where(node, found.get(node.node_id), len(hashes))
-        for node in sorted(nodes, key=lambda node: node.node_id)
-    )
+    rows = tuple(node_where(node, found.get(node.node_id), len(hashes)) for node in nodes)
     route, problem = await asyncio.to_thread(_explain, query.router_url, engine.model, tokens)
     return Where(
         engine.model, len(tokens), engine.block_tokens, tuple(hashes), rows, route, problem
@@ -148,6 +145,8 @@ def node_where(node: IndexedNode, hit: NodeHit | None, blocks: int) -> NodeWhere
     found = hit or NodeHit(node.node_id, 0, 0, 0)
     if node.state != "ok":
         reason = f"the node is {node.state}"
+    elif not blocks:
+        reason = "the prompt fills no block"
     elif found.hit_blocks == blocks:
         reason = "all full blocks are there"
     else:
@@ -183,7 +182,8 @@ def print_where(console: Console, where: Where) -> None:
     partial = where.prompt_tokens % where.block_tokens
     console.print(
         f"{where.prompt_tokens} tokens of {where.model}: {len(where.hashes)} full blocks of"
-        f" {where.block_tokens}, {partial} tokens in the last, unstored one"
+        f" {where.block_tokens}, {partial} tokens in the last, unstored one",
+        soft_wrap=True,
     )
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for heading in ("node", "hit blocks", "DRAM", "SSD"):

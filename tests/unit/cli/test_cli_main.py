@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -76,7 +77,29 @@ def test_an_absent_cluster_is_status_1_with_its_address(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert run_with(["status", "--index", "127.0.0.1:1"]) == 1
-    assert "127.0.0.1:1" in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert "127.0.0.1:1" in shown
+    assert "emberkv up" in shown
+
+
+def test_a_taken_port_is_refused_with_its_key_before_anything_starts(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        ports = [f"cluster.router_port={port}", "cluster.index_port=0"]
+        assert run_with(["up", "--set", ports[0], "--set", ports[1]]) == 2
+    shown = capsys.readouterr()
+    assert f"127.0.0.1:{port}" in shown.err
+    assert "set cluster.router_port" in shown.err
+    assert "starting" not in shown.out
+
+
+def test_a_piped_table_cuts_no_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_with(["config", "show"]) == 0
+    assert "router.decode_request_seconds " in capsys.readouterr().out
 
 
 def test_a_missing_extra_is_named(

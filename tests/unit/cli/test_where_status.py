@@ -79,6 +79,7 @@ def test_a_hit_ends_where_a_block_is_missing_or_the_node_is_not_well() -> None:
     assert (nothing.hit_blocks, nothing.ends_because) == (0, "block 0 is in neither DRAM nor SSD")
     doubtful = node_where(replace(INDEXED, exactness="degraded"), None, 4)
     assert doubtful.ends_because.endswith("as far as a degraded index knows")
+    assert node_where(INDEXED, None, 0).ends_because == "the prompt fills no block"
     assert node_where(replace(INDEXED, state="gone"), None, 4).ends_because == "the node is gone"
 
 
@@ -88,7 +89,7 @@ def test_the_chain_is_hashed_in_the_namespace_of_the_named_model() -> None:
     assert choose_engine(nodes, "other") is other
     with pytest.raises(ConfigError, match=r"\(m, other\); name one"):
         choose_engine(nodes, "")
-    with pytest.raises(ConfigError, match="no engine announced model 'x'"):
+    with pytest.raises(ConfigError, match="no engine announced model 'x'; there is m, other"):
         choose_engine(nodes, "x")
     assert choose_engine([INDEXED], "") is ENGINE
 
