@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,33 +16,29 @@ import pytest
 
 from client_sdk.cli.cluster_plan import SHM
 from tests.helpers.processes import pids_with
+from tests.helpers.up import EMBERKV, ROOT, UpProcess, running_up
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(120)]
-ROOT = Path(__file__).parents[2]
-EMBERKV = (sys.executable, "-m", "client_sdk.cli.main")
 PROMPT = "The keeper of the lighthouse writes into the log, every hour, what he has seen."
 
 
-@dataclass
+@dataclass(frozen=True)
 class Running:
-    """A cluster that `emberkv up` runs in another process."""
+    """What the tests ask of it."""
 
-    process: subprocess.Popen[str]
-    base_dir: Path
-    router_url: str
-    index_address: str
+    up: UpProcess
 
     def post(self, path: str, **body: object) -> bytes:
         data = json.dumps({"model": "ember-demo", **body}).encode()
         request = Request(  # noqa: S310 - our own router
-            self.router_url + path, data, {"content-type": "application/json"}
+            self.up.router_url + path, data, {"content-type": "application/json"}
         )
         with urlopen(request, timeout=30) as response:  # noqa: S310
             answer: bytes = response.read()
         return answer
 
     def emberkv(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [*EMBERKV, *arguments, "--index", self.index_address]
+        command = [*EMBERKV, *arguments, "--index", self.up.index_address]
         return subprocess.run(
             command, cwd=ROOT, capture_output=True, text=True, timeout=30, check=False
         )
@@ -52,37 +46,8 @@ class Running:
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Running]:
-    process = subprocess.Popen(
-        [
-            *EMBERKV,
-            "up",
-            "--config",
-            "deploy/example.yaml",
-            *("--set", "cluster.router_port=0"),
-            *("--set", "cluster.index_port=0"),
-            *("--set", f"cluster.base_dir={tmp_path}"),
-        ],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    assert process.stdout is not None
-    try:
-        seen = ""
-        for line in process.stdout:
-            seen += line
-            if line.startswith("Ctrl-C"):
-                break
-        router = re.search(r"router +(http://[0-9.:]+)/", seen)
-        index = re.search(r"index +([0-9.:]+)", seen)
-        assert router is not None, seen
-        assert index is not None, seen
-        yield Running(process, tmp_path, router[1], index[1])
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(timeout=30)
-        process.stdout.close()
+    with running_up(tmp_path, "deploy/example.yaml") as up:
+        yield Running(up)
 
 
 def test_the_example_cluster_answers_shows_its_state_and_ends_clean(cluster: Running) -> None:
@@ -121,19 +86,19 @@ def test_the_example_cluster_answers_shows_its_state_and_ends_clean(cluster: Run
 
     cluster.post("/v1/completions", prompt=PROMPT, max_tokens=1)
     _settled_status(cluster)
-    where = cluster.emberkv("where", PROMPT, "--json", "--router", cluster.router_url)
+    where = cluster.emberkv("where", PROMPT, "--json", "--router", cluster.up.router_url)
     assert where.returncode == 0, where.stderr
     found = json.loads(where.stdout)
     assert max(node["hit_blocks"] for node in found["nodes"]) == len(found["blocks"]) > 0
     assert found["route"]["chosen"] is not None, found["route"]
 
-    (run_dir,) = (path.name for path in cluster.base_dir.iterdir())
+    (run_dir,) = (path.name for path in cluster.up.base_dir.iterdir())
     run_id = run_dir.removeprefix("emberkv-")
     assert len(pids_with(run_id)) == 5
-    cluster.process.send_signal(signal.SIGINT)
-    assert cluster.process.wait(timeout=30) == 0
+    cluster.up.process.send_signal(signal.SIGINT)
+    assert cluster.up.process.wait(timeout=30) == 0
     assert pids_with(run_id) == []
-    assert os.listdir(cluster.base_dir) == []
+    assert os.listdir(cluster.up.base_dir) == []
     assert not list(SHM.glob(f"emberkv-{run_id}-*"))
 
 
