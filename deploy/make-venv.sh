@@ -4,7 +4,7 @@ set -eu
 python=$1 dir=$2
 [ -x "$dir/bin/python" ] && "$dir/bin/python" -m pip --version >/dev/null 2>&1 && exit 0
 rm -rf "$dir"
-"$python" -m venv "$dir" >/dev/null 2>&1 && exit 0
+said=$("$python" -m venv "$dir" 2>&1) && exit 0
 rm -rf "$dir"
 package="python$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')-venv"
 if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then
@@ -13,5 +13,6 @@ if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then
   DEBIAN_FRONTEND=noninteractive apt-get install -y -qq "$package" >/dev/null
   exec "$python" -m venv "$dir"
 fi
-echo "$python cannot make a virtual environment; install it with: sudo apt-get install $package" >&2
+echo "$said" >&2
+echo "$python cannot make a virtual environment in $dir; on Debian: sudo apt-get install $package" >&2
 exit 1
