@@ -82,6 +82,21 @@ class DaemonProcess:
             time.sleep(0.02)
         raise AssertionError(f"daemon did not serve within {START_SECONDS} s:\n{self.log}")
 
+    def refusal(self) -> str:
+        """Start it where it must not start; return the one line with which it ends."""
+        done = subprocess.run(
+            [sys.executable, "-m", "store_daemon", *self._arguments()],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=START_SECONDS,
+            check=False,
+        )
+        assert done.returncode == 2, done.stderr
+        assert "Traceback" not in done.stderr
+        (line,) = [line for line in done.stderr.splitlines() if line.startswith("store_daemon: ")]
+        return line
+
     def operator(self) -> OperatorClient:
         return OperatorClient(self.socket_path, timeout_seconds=2.0)
 
