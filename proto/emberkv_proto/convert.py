@@ -35,6 +35,8 @@ from emberkv_proto.wire import MAX_BLOCKS_PER_CALL
 
 U64 = np.dtype("<u8")
 MAX_KEYS_PER_MESSAGE = 1 << 20
+MAX_ENGINE_BYTES = 4096
+"""Of one engine's description, so that a node's report with all of them fits a message."""
 
 
 def hashes_to_wire(hashes: Iterable[BlockHash]) -> bytes:
@@ -112,6 +114,10 @@ def engine_to_wire(engine: EngineInfo) -> common_pb2.EngineInfo:
 
 
 def engine_from_wire(message: common_pb2.EngineInfo) -> EngineInfo:
+    """Raises InvalidRequestError when it is too long, or its namespace id is none."""
+    size = message.ByteSize()
+    if size > MAX_ENGINE_BYTES:
+        raise InvalidRequestError(f"engine info has {size} bytes, limit is {MAX_ENGINE_BYTES}")
     return EngineInfo(
         engine_id=message.engine_id,
         url=message.url,

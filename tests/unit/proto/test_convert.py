@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -175,3 +176,11 @@ def test_values_come_back(
     value: object, there: Callable[..., object], back: Callable[..., object]
 ) -> None:
     assert back(there(value)) == value
+
+
+def test_an_engine_that_says_too_much_of_itself_is_refused() -> None:
+    message = convert.engine_to_wire(replace(ENGINE, url="http://" + "h" * 3000))
+    assert convert.engine_from_wire(message).url.endswith("h")
+    message.model = "m" * 2000
+    with pytest.raises(InvalidRequestError, match="limit is 4096"):
+        convert.engine_from_wire(message)
