@@ -298,6 +298,8 @@ class Connection(asyncio.Protocol):
         pool_fd = self._servicer.store.holdings.pool.open_for_client()
         try:
             sent = self._with_socket(lambda sock: socket.send_fds(sock, [answer], [pool_fd]))
+        except ConnectionError:
+            return  # the client is gone; connection_lost follows
         finally:
             os.close(pool_fd)
         if sent < len(answer):

@@ -237,6 +237,9 @@ def test_damage_in_the_local_index_costs_nothing(tmp_path: Path, names: str) -> 
 # ---- clients of the daemon ----
 
 
+HELLO = store_pb2.HelloRequest(protocol=1, namespace_json=NAMESPACE.to_json())
+
+
 class RawClient:
     """A client that knows nothing but frames."""
 
@@ -246,8 +249,7 @@ class RawClient:
         self.sock.connect(str(path))
 
     def hello(self) -> RawClient:
-        hello = store_pb2.HelloRequest(protocol=1, namespace_json=NAMESPACE.to_json())
-        assert self.call(Method.HELLO, hello).part_bytes == PART_BYTES
+        assert self.call(Method.HELLO, HELLO).part_bytes == PART_BYTES
         return self
 
     def call(self, method: Method, request: Any) -> Any:
@@ -337,6 +339,9 @@ def test_hostile_clients_get_typed_errors_and_other_sessions_are_not_touched(
                 with RawClient(daemon.socket_path).hello() as hostile:
                     hostile.sock.sendall(raw)
                     assert hostile.is_hung_up(), name
+            for _ in range(20):
+                with RawClient(daemon.socket_path) as hasty:
+                    hasty.sock.sendall(pack_frame(Method.HELLO, 1, HELLO.SerializeToString()))
             for method in Method:
                 with RawClient(daemon.socket_path).hello() as hostile:
                     hostile.sock.sendall(HEADER.pack(5000, method, 0, 1) + bytes(100))
