@@ -38,6 +38,12 @@ IndexOption = Annotated[
     str, typer.Option("--index", help="host:port of the index; default: from the configuration.")
 ]
 PIPE_COLUMNS = 400
+DAEMON_NEEDS = ("grpc", "rocksdict", "uvloop")
+INDEX_NEEDS = ("grpc", "numba", "uvloop")
+ROUTER_NEEDS = ("grpc", "numba", "uvloop", "httptools")
+ENGINE_NEEDS = ("torch", "aiohttp", "uvloop")
+CLUSTER_NEEDS = (*DAEMON_NEEDS, *ROUTER_NEEDS, *ENGINE_NEEDS)
+"""Modules of the extras, by the part that imports them."""
 
 
 def _console() -> Console:
@@ -69,6 +75,7 @@ def root(
 @app.command()
 def up(config: ConfigOption = None, set_: SetOption = None) -> None:
     """Start the cluster of a config on this machine: daemons, router and engines; until Ctrl-C."""
+    _require(CLUSTER_NEEDS)
     from client_sdk.cli.up import run_up
 
     raise typer.Exit(run_up(Console(), config, tuple(set_ or ())))
@@ -77,25 +84,25 @@ def up(config: ConfigOption = None, set_: SetOption = None) -> None:
 @app.command()
 def daemon(config: ConfigOption = None, set_: SetOption = None) -> None:
     """Run the store daemon of a node."""
-    _become("store_daemon", ("grpc", "rocksdict", "uvloop"), config, set_)
+    _become("store_daemon", DAEMON_NEEDS, config, set_)
 
 
 @app.command()
 def index(config: ConfigOption = None, set_: SetOption = None) -> None:
     """Run the global index as a service of its own."""
-    _become("global_index", ("grpc", "numba"), config, set_)
+    _become("global_index", INDEX_NEEDS, config, set_)
 
 
 @app.command()
 def router(config: ConfigOption = None, set_: SetOption = None) -> None:
     """Run the router."""
-    _become("router", ("grpc", "numba", "uvloop", "httptools"), config, set_)
+    _become("router", ROUTER_NEEDS, config, set_)
 
 
 @app.command()
 def engine(config: ConfigOption = None, set_: SetOption = None) -> None:
     """Run the reference engine (for demos and tests; it serves nobody)."""
-    _become("client_sdk.engine.torch_engine", ("torch", "aiohttp"), config, set_)
+    _become("client_sdk.engine.torch_engine", ENGINE_NEEDS, config, set_)
 
 
 @app.command()
@@ -113,6 +120,7 @@ def demo(
     ] = None,
 ) -> None:
     """Kill engines and daemons under load and show that the cache survives, answer for answer."""
+    _require(CLUSTER_NEEDS)
     from client_sdk.cli.demo import DemoOptions, run_demo
 
     raise typer.Exit(run_demo(Console(), DemoOptions(json_file, quick, keep, trace, base_dir)))
@@ -210,13 +218,18 @@ def _become(
     module: str, needs: tuple[str, ...], config: Path | None, set_: list[str] | None
 ) -> None:
     """Run the part as `python -m` would, in this process; what it needs is looked for first."""
-    for name in needs:
-        if importlib.util.find_spec(name) is None:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+    _require(needs)
     sys.argv = [module, *(["--config", str(config)] if config else [])]
     for override in set_ or ():
         sys.argv += ["--set", override]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def _require(needs: tuple[str, ...]) -> None:
+    """Raises ModuleNotFoundError for the first that is not installed."""
+    for name in needs:
+        if importlib.util.find_spec(name) is None:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 
 def _print_json(value: Any) -> None:

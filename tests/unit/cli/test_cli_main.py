@@ -102,14 +102,15 @@ def test_a_piped_table_cuts_no_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert "router.decode_request_seconds " in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("command", ["daemon", "up", "demo"])
 def test_a_missing_extra_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = app.importlib.util.find_spec
     monkeypatch.setattr(
         app.importlib.util, "find_spec", lambda name: None if name == "rocksdict" else found(name)
     )
-    assert main.run_with(["daemon"]) == 2
+    assert main.run_with([command]) == 2
     assert capsys.readouterr().err == (
         "emberkv: rocksdict is not installed; install emberkv[daemon]\n"
     )
