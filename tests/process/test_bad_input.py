@@ -234,6 +234,37 @@ def test_damage_in_the_local_index_costs_nothing(tmp_path: Path, names: str) -> 
         assert readable(daemon, HASHES) == 40
 
 
+def test_rubbish_in_the_pool_file_costs_blocks_and_never_gives_wrong_bytes(
+    tmp_path: Path,
+) -> None:
+    generator = random.Random(9)
+    with DaemonProcess(tmp_path, capacity_bytes=2 * MIB, extent_bytes=65536) as daemon:
+        for patches in (20, 2000):
+            put(daemon, HASHES)
+            assert readable(daemon, HASHES) == 40
+            daemon.kill()
+            with daemon.pool_path.open("r+b") as pool:
+                size = daemon.pool_path.stat().st_size
+                for _ in range(patches):
+                    pool.seek(generator.randrange(size - 64))
+                    pool.write(generator.randbytes(generator.randrange(1, 64)))
+            daemon.start()
+            readable(daemon, HASHES)
+            assert status(daemon).state == "serving"
+
+
+def test_a_pool_file_that_was_removed_by_hand_serves_on_until_the_end(tmp_path: Path) -> None:
+    with DaemonProcess(tmp_path) as daemon:
+        put(daemon, HASHES[:20])
+        daemon.pool_path.unlink()
+        put(daemon, HASHES)
+        assert readable(daemon, HASHES) == 40
+        daemon.kill()
+        daemon.start()
+        assert readable(daemon, HASHES) == 0
+        assert put(daemon, HASHES) == 40
+
+
 # ---- clients of the daemon ----
 
 
