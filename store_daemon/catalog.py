@@ -23,6 +23,7 @@ from emberkv_proto.events import BlocksRemoved, BlocksStored, Event, Keys
 from emberkv_proto.hashing import index_key, index_keys
 from emberkv_proto.layout import Namespace
 from emberkv_proto.types import BlockHash, NamespaceId, Tier
+from store_daemon.policies.base import NOWHERE
 from store_daemon.tiers.slots import SizeClass
 
 if TYPE_CHECKING:
@@ -56,10 +57,16 @@ class StoredNamespace:
     def parts(self) -> int:
         return len(self.size_classes)
 
+    @property
+    def block_bytes(self) -> int:
+        """Payload of a whole block."""
+        return sum(size_class.payload_bytes for size_class in self.size_classes)
+
 
 @dataclass(eq=False, slots=True)
 class Block:
-    """One block and its places. Written by the catalog only, but for `access` and `is_verified`."""
+    """One block and its places. Written by the catalog, but for `is_verified` and what is
+    eviction's: from `access` on, without `leans`."""
 
     hash: BlockHash
     namespace: StoredNamespace
@@ -84,6 +91,17 @@ class Block:
     not come from itself."""
     is_queued: bool = False
     """Whether the eviction queue holds it."""
+    ticket: int = 0
+    """Number of its entry in the queue."""
+    uses: int = 0
+    """How often it was asked for again since it came to DRAM; a policy may let it age."""
+    used_at: float = 0.0
+    """When `uses` last grew."""
+    lane: int = NOWHERE
+    rank: float = 0.0
+    """Where the policy keeps it."""
+    depth: int = 0
+    """Blocks before it in its chain, as far as they were known when it came."""
 
 
 @dataclass(slots=True)
@@ -109,15 +127,23 @@ class BlockCatalog:
 
     Args:
         on_evictable: told of a block that may have become a victim (see `is_evictable`).
+        on_entered, on_left: told of a block that begins and ceases to take room in DRAM.
     """
 
-    def __init__(self, on_evictable: Callable[[Block], None]) -> None:
+    def __init__(
+        self,
+        on_evictable: Callable[[Block], None],
+        on_entered: Callable[[Block], None] = lambda block: None,
+        on_left: Callable[[Block], None] = lambda block: None,
+    ) -> None:
         self.blocks: dict[BlockHash, Block] = {}
         self.ledgers = {tier: TierLedger() for tier in STORED_TIERS}
         self._children: dict[BlockHash, int] = {}
         self._doomed: set[Block] = set()
         self._changes: list[tuple[type[BlocksStored | BlocksRemoved], Tier, list[BlockHash]]] = []
         self._on_evictable = on_evictable
+        self._on_entered = on_entered
+        self._on_left = on_left
         self.holes = 0
         """Blocks that came to DRAM while their parent was in no tier."""
 
@@ -361,6 +387,8 @@ class BlockCatalog:
     ) -> Block:
         parts = namespace.parts
         block = Block(block_hash, namespace, parent, [None] * parts, [None] * parts)
+        before = self.blocks.get(parent) if parent is not None else None
+        block.depth = before.depth + 1 if before is not None else 0
         self.blocks[block_hash] = block
         return block
 
@@ -397,6 +425,7 @@ class BlockCatalog:
         if leans is block.leans or (leans and self._may_close_ring(block)):
             return
         block.leans = leans
+        (self._on_entered if leans else self._on_left)(block)
         if parent_hash is None:
             return
         if leans:

@@ -1,81 +1,272 @@
-"""Which block goes next: least recently used first, but never before its children. Pure.
+"""Which block goes next: the policy's order, but never a parent before its children. Pure.
 
-The queue holds each candidate once, under the access number it had when it was queued. A touch
-only raises the block's number; the queue notices at the front and moves it back then. So a touch
-is O(1) and choosing a victim costs O(log n) for each block that was touched or evicted.
+Only blocks that may go at all are candidates, so whatever a policy says, leaves go first and
+nobody loses what is pinned. Candidates lie in a heap for each namespace and lane of the policy,
+once each, under the rank they had when they were queued. A rank only grows, so a stale one is
+noticed at the front and the block moves back then. A touch is O(1); choosing a victim costs
+O(log n) for each block that was touched or evicted since.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from emberkv_proto.types import NamespaceId
 from store_daemon.catalog import Block, BlockCatalog
+from store_daemon.policies.base import NOWHERE, EvictionPolicy
+from store_daemon.policies.lru import LruPolicy
 from store_daemon.tiers.slots import Extent, SizeClass
 
+log = logging.getLogger(__name__)
+REUSE_SECONDS = 1.0
+"""Touches closer than this count as one use: the ranks of one engine ask for the same blocks."""
+MOST_SPARE_ENTRIES = 1024
+"""Entries of moved or evicted blocks, beyond half of all, that are left for the front to find."""
 
-@dataclass(order=True, slots=True)
-class _Entry:
-    access: int
-    serial: int
-    block: Block
+_Entry = tuple[float, int, Block]
+"""Rank and ticket when it was queued; it counts only while the block still has that ticket."""
+
+
+class _PolicyFailedError(Exception):
+    """The policy raised, or named a block that it was not shown."""
 
 
 class EvictionQueue:
-    """Candidates by namespace. `is_evictable` is asked again before a block is named."""
+    """Candidates by namespace. `is_evictable` is asked again before a block is named.
 
-    def __init__(self) -> None:
-        self._heaps: dict[NamespaceId, list[_Entry]] = {}
-        self._serial = 0
-        self._clock = 0
+    A policy that raises is replaced by LRU for good, logged and reported to `on_policy_failure`.
+
+    Args:
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        policy: EvictionPolicy | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        on_policy_failure: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._policy = policy or LruPolicy()
+        self._clock = clock
+        self._on_policy_failure = on_policy_failure
+        self._lanes: dict[NamespaceId, list[list[_Entry]]] = {}
+        self._tickets = 0
+        self._entries = 0
+        self._candidates = 0
+        self._accesses = 0
+
+    def __len__(self) -> int:
+        """How many blocks are queued."""
+        return self._candidates
+
+    @property
+    def entries(self) -> int:
+        """Entries held for them, with those that count no more."""
+        return self._entries
+
+    # ---- what happens ----
 
     def next_access(self) -> int:
         """A number larger than all before; blocks touched together share one."""
-        self._clock += 1
-        return self._clock
+        self._accesses += 1
+        return self._accesses
+
+    def touch(self, blocks: Sequence[Block]) -> None:
+        """The blocks, root first, were asked for together."""
+        access, now = self.next_access(), self._clock()
+        for block in blocks:
+            block.access = access
+            if now - block.used_at >= REUSE_SECONDS:
+                block.used_at = now
+                block.uses += 1
+        lanes = [block.lane for block in blocks] if self._policy.lanes > 1 else []
+        try:
+            self._policy.touched(blocks)
+            for block, lane in zip(blocks, lanes, strict=False):
+                if block.lane != lane and block.is_queued:
+                    self._push(block)
+        except Exception:
+            self._fall_back()
+
+    def entered(self, block: Block) -> None:
+        """The block takes room in DRAM from now on; it counts as touched by the last access."""
+        block.access, block.used_at, block.uses = self._accesses, self._clock(), 0
+        block.lane = 0
+        try:
+            self._policy.entered(block)
+        except Exception:
+            self._fall_back()
+
+    def left(self, block: Block) -> None:
+        """The block takes no room in DRAM any more."""
+        self._forget(block)
+        try:
+            self._policy.left(block)
+        except Exception:
+            self._fall_back()
+        block.lane = NOWHERE
 
     def offer(self, block: Block) -> None:
         """Queue a block that has become a candidate."""
         assert not block.is_queued
-        block.is_queued = True
-        self._serial += 1
-        entry = _Entry(block.access, self._serial, block)
-        heapq.heappush(self._heaps.setdefault(block.namespace.id, []), entry)
+        try:
+            self._push(block)
+        except _PolicyFailedError:
+            self._fall_back()
+            self._push(block)
+
+    # ---- who goes ----
 
     def oldest(
         self, namespace_id: NamespaceId, is_evictable: Callable[[Block], bool]
     ) -> Block | None:
         """The namespace's next victim. It stays queued; evicting it is the caller's."""
-        heap = self._heaps.get(namespace_id, [])
-        while heap:
-            entry = heap[0]
-            block = entry.block
-            if not is_evictable(block):
-                # It is offered again when its last pin, writer or child goes.
-                heapq.heappop(heap).block.is_queued = False
-            elif block.access != entry.access:
-                self._serial += 1
-                heapq.heapreplace(heap, _Entry(block.access, self._serial, block))
-            else:
-                return block
-        return None
+        known = (namespace_id,) if namespace_id in self._lanes else ()
+        return self._choose(known, is_evictable)
 
     def oldest_of_all(self, is_evictable: Callable[[Block], bool]) -> Block | None:
         """The next victim whatever its namespace. O(namespaces)."""
-        found = (self.oldest(namespace_id, is_evictable) for namespace_id in self._heaps)
-        return min((b for b in found if b is not None), key=lambda b: b.access, default=None)
+        return self._choose(tuple(self._lanes), is_evictable)
 
     def check_integrity(self) -> None:
-        """Assert that each candidate is queued once and marked so."""
+        """Assert that each candidate is queued once, in its lane, and marked so."""
         seen: set[int] = set()
-        for heap in self._heaps.values():
-            for entry in heap:
-                assert entry.block.is_queued
-                assert id(entry.block) not in seen, "a block is queued twice"
-                assert entry.access <= entry.block.access
-                seen.add(id(entry.block))
+        entries = 0
+        for lanes in self._lanes.values():
+            for lane, heap in enumerate(lanes):
+                entries += len(heap)
+                for rank, ticket, block in heap:
+                    if block.ticket != ticket:
+                        continue
+                    assert block.is_queued
+                    assert id(block) not in seen, "a block is queued twice"
+                    assert self._lane(block) == lane, "a block waits in a lane that is not its own"
+                    assert rank <= self._policy.order(block)
+                    seen.add(id(block))
+        assert entries == self._entries
+        assert len(seen) == self._candidates
+        self._policy.check_integrity()
+
+    # ---- inner steps ----
+
+    def _choose(
+        self, namespaces: Sequence[NamespaceId], is_evictable: Callable[[Block], bool]
+    ) -> Block | None:
+        try:
+            return self._choose_by_policy(namespaces, is_evictable)
+        except _PolicyFailedError:
+            self._fall_back()
+        return self._choose_by_policy(namespaces, is_evictable)
+
+    def _choose_by_policy(
+        self, namespaces: Sequence[NamespaceId], is_evictable: Callable[[Block], bool]
+    ) -> Block | None:
+        # A policy may give each candidate a few more rounds, but not forever.
+        for _ in range(4 * self._candidates + 4):
+            heads: list[Block | None] = []
+            for lane in range(self._policy.lanes):
+                best: _Entry | None = None
+                for namespace_id in namespaces:
+                    head = self._head(self._lanes[namespace_id][lane], lane, is_evictable)
+                    if head is not None and (best is None or head[0] < best[0]):
+                        best = head
+                heads.append(best[2] if best is not None else None)
+            if not any(heads):
+                return None
+            try:
+                chosen = self._policy.choose(heads)
+            except Exception as error:
+                raise _PolicyFailedError from error
+            if chosen is not None:
+                if chosen not in heads:
+                    raise _PolicyFailedError("it chose a block that is no head")
+                return chosen
+        raise _PolicyFailedError("it does not make up its mind")
+
+    def _head(
+        self, heap: list[_Entry], lane: int, is_evictable: Callable[[Block], bool]
+    ) -> _Entry | None:
+        """The lane's first candidate, after what is no longer one was cleared away."""
+        while heap:
+            rank, ticket, block = heap[0]
+            if block.ticket != ticket:
+                self._pop(heap)
+            elif not is_evictable(block):
+                # It is offered again when its last pin, writer or child goes.
+                self._pop(heap)
+                self._forget(block)
+            elif self._lane(block) != lane or self._order(block) != rank:
+                self._pop(heap)
+                self._push(block)
+            else:
+                return heap[0]
+        return None
+
+    def _pop(self, heap: list[_Entry]) -> None:
+        heapq.heappop(heap)
+        self._entries -= 1
+
+    def _push(self, block: Block) -> None:
+        """Queue the block where it belongs now; an entry it had counts no more."""
+        rank = self._order(block)
+        self._tickets += 1
+        if not block.is_queued:
+            block.is_queued = True
+            self._candidates += 1
+        block.ticket = self._tickets
+        namespace_id = block.namespace.id
+        lanes = self._lanes.get(namespace_id)
+        if lanes is None:
+            lanes = self._lanes[namespace_id] = [[] for _ in range(self._policy.lanes)]
+        heapq.heappush(lanes[self._lane(block)], (rank, block.ticket, block))
+        self._entries += 1
+        if self._entries > 2 * self._candidates + MOST_SPARE_ENTRIES:
+            self._clear_spare_entries()
+
+    def _forget(self, block: Block) -> None:
+        if block.is_queued:
+            block.is_queued = False
+            block.ticket = 0
+            self._candidates -= 1
+
+    def _clear_spare_entries(self) -> None:
+        """Drop the entries that count no more. O(entries), once for as many pushes."""
+        for lanes in self._lanes.values():
+            for heap in lanes:
+                heap[:] = [entry for entry in heap if entry[2].ticket == entry[1]]
+                heapq.heapify(heap)
+        self._entries = self._candidates
+
+    def _lane(self, block: Block) -> int:
+        return block.lane if self._policy.lanes > 1 else 0
+
+    def _order(self, block: Block) -> float:
+        try:
+            return self._policy.order(block)
+        except Exception as error:
+            raise _PolicyFailedError from error
+
+    def _fall_back(self) -> None:
+        """Go on with LRU after the policy raised. Called in an except clause. O(n log n)."""
+        log.exception("policy %s failed; lru goes on", type(self._policy).__name__)
+        self._on_policy_failure()
+        self._policy = LruPolicy()
+        queued = list(self._queued())
+        self._lanes = {}
+        self._entries = self._candidates = 0
+        for block in queued:
+            block.is_queued = False
+            self._push(block)
+
+    def _queued(self) -> Iterator[Block]:
+        for lanes in self._lanes.values():
+            for heap in lanes:
+                for _, ticket, block in heap:
+                    if block.ticket == ticket:
+                        yield block
 
 
 def choose_extent(

@@ -12,6 +12,7 @@ from emberkv_proto.types import Tier
 from store_daemon.catalog import Block, BlockCatalog, Freed, StoredNamespace
 from store_daemon.config import DramSection
 from store_daemon.eviction import EvictionQueue, choose_extent
+from store_daemon.policies import POLICIES
 from store_daemon.ports import EventSink
 from store_daemon.tiers.pool import Pool
 from store_daemon.tiers.slots import SizeClass, Slot
@@ -27,11 +28,11 @@ TRIM_BLOCKS = 256
 class Holdings:
     """What the node holds. `counters` are monotonic and named as they are exported."""
 
-    def __init__(self, config: DramSection, pool: Pool) -> None:
+    def __init__(self, config: DramSection, pool: Pool, clock: Callable[[], float]) -> None:
         self.pool = pool
-        self.queue = EvictionQueue()
-        self.catalog = BlockCatalog(self.queue.offer)
         self.counters: Counter[str] = Counter()
+        self.queue = EvictionQueue(POLICIES[config.policy](), clock, self._count_policy_failure)
+        self.catalog = BlockCatalog(self.queue.offer, self.queue.entered, self.queue.left)
         self.rows_to_forget: list[SsdRow] = []
         """Rows of blocks that left SSD; the writeback thread drops them."""
         self.on_resident: Callable[[Block], None] = lambda block: None
@@ -143,6 +144,9 @@ class Holdings:
         self.pool.check_integrity()
 
     # ---- inner steps ----
+
+    def _count_policy_failure(self) -> None:
+        self.counters["policy_failures"] += 1
 
     def _let_go(self, freed: Freed) -> None:
         self.give_back(freed.slots)

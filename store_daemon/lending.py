@@ -104,9 +104,7 @@ class Lender:
         holdings = self._holdings
         counters = holdings.counters
         found = holdings.catalog.usable_prefix(namespace, hashes)
-        access = holdings.queue.next_access()
-        for block in found:
-            block.access = access
+        holdings.queue.touch(found)
         if policy is AcquirePolicy.BEST_EFFORT:
             found = self._readable_now(found)
         blocks: list[Block | None] = list(found)
@@ -215,9 +213,7 @@ class Lender:
         found = self._holdings.catalog.usable_prefix(namespace, hashes)
         if not found:
             return PeerGrant(0, 0, namespace.parts, (), ())
-        access = self._holdings.queue.next_access()
-        for block in found:
-            block.access = access
+        self._holdings.queue.touch(found)
         sources = bytearray([source_of(block) for block in found])
         now = self._clock()
         held = lease_seconds + self._times.peer_seconds

@@ -45,6 +45,7 @@ COUNTERS = {
     "expired_leases": ("expired_leases", {}),
     "pulled_blocks": ("pulled_blocks", {}),
     "failed_pulls": ("failed_pulls", {}),
+    "policy_failures": ("policy_failures", {}),
     "failed_tasks": ("failed_tasks", {}),
     "peer_granted_blocks": ("peer_granted_blocks", {}),
     "recovered_blocks_dram": ("recovered_blocks", {"tier": "dram"}),

@@ -29,11 +29,9 @@ class StagedRun:
         block_hash: BlockHash,
         parent: BlockHash | None,
         slots: list[Slot],
-        access: int,
     ) -> None:
         for part in range(namespace.parts):
             block = self._holdings.catalog.begin_part(namespace, block_hash, parent, part)
-        block.access = access
         self._blocks.append(block)
         self._slots.append(slots)
         self._ranges.append([PoolRange(slot.offset, slot.payload_bytes) for slot in slots])

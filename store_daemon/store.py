@@ -76,7 +76,7 @@ class BlockStore:
         ssd: SsdTier | None,
         clock: Callable[[], float],
     ) -> None:
-        self.holdings = Holdings(settings.dram, pool)
+        self.holdings = Holdings(settings.dram, pool, clock)
         self.holdings.on_resident = self._became_resident
         self.sessions: dict[SessionId, Session] = {}
         self.is_draining = False
@@ -234,7 +234,8 @@ class BlockStore:
         size_class = namespace.size_classes[part]
         holdings = self.holdings
         blocks, queue, part_bit = holdings.catalog.blocks, holdings.queue, 1 << part
-        access = queue.next_access()
+        queue.next_access()
+        known: list[Block] = []
         catalog = holdings.catalog
         previous = catalog.find(namespace, parent) if parent is not None else None
         granted: dict[BlockHash, StagedPart] = {}
@@ -245,6 +246,7 @@ class BlockStore:
             block = blocks.get(block_hash)
             state = StageState.GRANTED
             if block is not None:
+                known.append(block)
                 state = _state_of(block, namespace, part, part_bit)
             if state is StageState.GRANTED:
                 slot = None if is_full else self._take_beside(previous, size_class)
@@ -255,10 +257,9 @@ class BlockStore:
                     block = catalog.begin_part(namespace, block_hash, parent, part)
                     granted[block_hash] = StagedPart(block, slot)
                     offsets[number] = slot.offset
-            if block is not None:
-                block.access = access
             states[number] = state
             parent, previous = block_hash, block
+        queue.touch(known)
         self._count_stage(states)
         holdings.publish()
         if not granted:
@@ -410,7 +411,7 @@ class BlockStore:
         """Stage the leading blocks that are nowhere here yet and for which there is room."""
         own = self._enter_namespace(namespace)
         run = StagedRun(self.holdings)
-        access = self.holdings.queue.next_access()
+        self.holdings.queue.next_access()
         for block_hash in hashes:
             if block_hash in self.holdings.catalog.blocks or self.is_draining:
                 break
@@ -418,7 +419,7 @@ class BlockStore:
             if slots is None:
                 self.holdings.counters["no_space_pulls"] += 1
                 break
-            run.add(own, block_hash, parent, slots, access)
+            run.add(own, block_hash, parent, slots)
             parent = block_hash
         self.holdings.publish()
         self._trim_soon()

@@ -22,7 +22,7 @@ TWO_PARTS = StoredNamespace.of(small_namespace(groups=2, model="two"))
 class Fixture:
     def __init__(self) -> None:
         self.queue = EvictionQueue()
-        self.catalog = BlockCatalog(self.queue.offer)
+        self.catalog = BlockCatalog(self.queue.offer, self.queue.entered, self.queue.left)
         self.slots = SlotAllocator(65536, 4)
 
     def slot(self, namespace: StoredNamespace = PLAIN, part: int = 0) -> Slot:
@@ -35,8 +35,8 @@ class Fixture:
         return slot
 
     def put(self, block_hash: BlockHash, parent: BlockHash | None = None) -> Block:
+        self.queue.next_access()
         block = self.catalog.begin_part(PLAIN, block_hash, parent, 0)
-        block.access = self.queue.next_access()
         self.catalog.commit_part(block, 0, self.slot())
         return block
 
@@ -149,9 +149,7 @@ def test_children_go_before_their_parents_and_older_chains_first(fixture: Fixtur
 def test_a_touched_chain_outlives_an_untouched_one(fixture: Fixture) -> None:
     old = fixture.put_chain(chain(PLAIN.namespace, 2, seed=1))
     new = fixture.put_chain(chain(PLAIN.namespace, 2, seed=2))
-    access = fixture.queue.next_access()
-    for block in old:
-        block.access = access
+    fixture.queue.touch(old)
     assert fixture.victims() == [*reversed(new), *reversed(old)]
 
 
