@@ -349,6 +349,7 @@ async def test_what_was_asked_while_answers_were_unread_is_answered_later(
     await sending
 
 
+@pytest.mark.timeout(90)
 async def test_a_client_that_reads_a_little_of_its_last_answers_cannot_hold_up_the_end(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -359,14 +360,14 @@ async def test_a_client_that_reads_a_little_of_its_last_answers_cannot_hold_up_t
     frame = pack_frame(Method.PROBE, 1, request)
     sending = asyncio.create_task(client.send(frame * 100))
     (connection,) = served.server.connections
-    async with timeout(5):
+    async with timeout(20):
         while not connection._is_unread:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     closing = asyncio.create_task(served.server.close())
-    async with timeout(5):
+    async with timeout(20):
         while connection._is_unread:
             await client._receive()
-    await asyncio.wait_for(closing, 5)
+    await asyncio.wait_for(closing, 20)
     with pytest.raises(ConnectionError):
         await sending
 
