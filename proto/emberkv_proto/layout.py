@@ -31,6 +31,10 @@ class GroupKind(str, Enum):
     CROSS = "cross"
 
 
+WINDOWED = frozenset({GroupKind.SLIDING_WINDOW, GroupKind.CHUNKED_LOCAL})
+"""Kinds that see `window_tokens` tokens only."""
+
+
 @dataclass(frozen=True, slots=True)
 class KvLayout:
     """How the bytes of one part of a block are ordered.
@@ -94,6 +98,10 @@ class Namespace:
             if not 1 <= group.part_bytes <= MAX_PART_BYTES:
                 raise InvalidRequestError(
                     f"namespace: part_bytes {group.part_bytes} is not in 1..{MAX_PART_BYTES}"
+                )
+            if group.kind in WINDOWED and group.window_tokens < 1:
+                raise InvalidRequestError(
+                    f"namespace: window_tokens of a {group.kind.value} group must be 1 or more"
                 )
 
     @property

@@ -157,3 +157,9 @@ def test_noise_is_refused_clearly(text: str) -> None:
 def test_deeply_nested_json_is_refused() -> None:
     with pytest.raises(InvalidRequestError):
         Namespace.from_json("[" * 50000)
+
+
+@pytest.mark.parametrize("kind", [GroupKind.SLIDING_WINDOW, GroupKind.CHUNKED_LOCAL])
+def test_a_windowed_group_has_a_window(kind: GroupKind) -> None:
+    with pytest.raises(InvalidRequestError, match="window_tokens"):
+        replace(NAMESPACE, groups=(Group(kind, 1, 4096),))
