@@ -47,6 +47,9 @@ class LeasedBlocks:
 
     Blocks `[0, ready_blocks)` are readable now, up to `usable_blocks` may become so. A miss is a
     lease over no block. Any thread may read; one at a time waits.
+
+    In a namespace with window or state groups some blocks are not needed (see `needs`), and the
+    lease is good for a hit of exactly `usable_blocks`: a shorter one needs other blocks.
     """
 
     def __init__(
@@ -63,6 +66,8 @@ class LeasedBlocks:
         """
         self.usable_blocks = self._usable_at_grant = granted.usable_blocks
         self.sources: list[Source] = []
+        self.needed_from = 0
+        """Number of the first block to be read."""
         self._session = session
         self._id = granted.lease_id
         self._offsets: list[int] = []
@@ -76,11 +81,16 @@ class LeasedBlocks:
             raise SessionLostError(f"{self.usable_blocks} blocks leased, {asked_blocks} asked")
         self._take(granted.offsets, granted.checksums, granted.ready_blocks, 0)
         self.sources = _sources(granted.sources, self.usable_blocks)
+        self._need(granted.needed_from)
         session.lend(self)
 
     @property
     def ready_blocks(self) -> int:
         return len(self._offsets)
+
+    def needs(self, block: int) -> bool:
+        """Whether the hit needs this session's part of the block; otherwise it has no view."""
+        return block >= self.needed_from
 
     @property
     def is_complete(self) -> bool:
@@ -117,14 +127,14 @@ class LeasedBlocks:
         """Payload of this session's part of a ready block, read-only. O(1), copies nothing.
 
         Raises:
-            InvalidRequestError: the block is not ready.
+            InvalidRequestError: the block is not ready, or not needed.
             UnknownLeaseError, StaleIncarnationError, LeaseExpiredError: see `require_valid`.
         """
         self.require_valid()
         return self._session.pool.readable(self._offsets[self._checked(block)])
 
     def checksum(self, block: int) -> int:
-        """What the block's writer committed. Raises InvalidRequestError when it is not ready."""
+        """What the block's writer committed. Raises InvalidRequestError as `view` does."""
         return self._checksums[self._checked(block)]
 
     def verify(self, block: int) -> None:
@@ -152,6 +162,7 @@ class LeasedBlocks:
         assert self.ready_blocks <= self.usable_blocks, "more ready than usable blocks"
         assert len(self._checksums) == self.ready_blocks, "a ready block has no checksum"
         assert len(self.sources) == self.usable_blocks, "a usable block has no source"
+        assert self.needed_from <= self.usable_blocks, "a block beyond the lease is needed"
         assert self._session.pool.holds_all(self._offsets), "a block outside the pool"
 
     def __del__(self) -> None:
@@ -172,6 +183,13 @@ class LeasedBlocks:
             self.sources[from_block : self.ready_blocks] = _sources(answer.sources, brought)
         for column in (self.sources, self._offsets, self._checksums):
             del column[self.usable_blocks :]
+        if answer.usable_blocks == self.usable_blocks:
+            self._need(answer.needed_from)
+
+    def _need(self, needed_from: int) -> None:
+        if needed_from > self.usable_blocks:
+            raise SessionLostError(f"a hit of {self.usable_blocks} needs block {needed_from}")
+        self.needed_from = needed_from
 
     def _take(self, offsets: bytes, checksums: bytes, ready_blocks: int, from_block: int) -> None:
         brought = ready_blocks - from_block
@@ -190,6 +208,10 @@ class LeasedBlocks:
     def _checked(self, block: int) -> int:
         if not 0 <= block < self.ready_blocks:
             raise InvalidRequestError(f"block {block} is not one of {self.ready_blocks} ready ones")
+        if not self.needs(block):
+            raise InvalidRequestError(
+                f"block {block} is outside the window, which begins at {self.needed_from}"
+            )
         return block
 
     def _end(self) -> bool:

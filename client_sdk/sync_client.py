@@ -49,7 +49,7 @@ class ProbeResult:
     hit_blocks: int
     """Length of the usable prefix."""
     tiers: tuple[frozenset[Tier], ...]
-    """For each asked block, where all its parts are."""
+    """For each asked block, where it is resident."""
 
 
 class Lease(LeasedBlocks):

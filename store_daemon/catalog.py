@@ -1,30 +1,35 @@
 """Which blocks there are, in which tiers, and who keeps them there. Pure: no I/O, no clock.
 
-              begin_part          commit_part (all parts)      add_row (all parts)
+              begin_part          commit_part (required)       add_row (required)
     (absent) ───────────► STAGED ───────────────────────► DRAM ──────────────────► DRAM+SSD
                             │ abort_part                   │ drop_dram      land ▲ │ drop_dram
                             ▼                              ▼                     │ ▼
                          (absent)                       (absent)                 SSD
     doom: unlinked at once from every tier; its slots are free when the last pin is gone.
 
-A block is resident in a tier when all its parts are; only then, and when that ends, an event is
-recorded. `drain_events` hands them out in order. Slots and rows are opaque here.
+A block is resident in a tier when all its required parts are (see `needs`); only then, and when
+that ends, an event is recorded. Parts of window and state groups may come later or be missing: a
+tombstone, which `usable_prefix` minds. `drain_events` hands events out in order. Slots and rows are
+opaque here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from emberkv_proto.events import BlocksRemoved, BlocksStored, Event, Keys
+from emberkv_proto.groups import WHOLE_PREFIX
 from emberkv_proto.hashing import index_key, index_keys
 from emberkv_proto.layout import Namespace
 from emberkv_proto.types import BlockHash, NamespaceId, Tier
+from store_daemon.needs import Needs, longest_hit, required_parts
 from store_daemon.policies.base import NOWHERE
 from store_daemon.tiers.slots import SizeClass
+from store_daemon.tombstones import PartQueue
 
 if TYPE_CHECKING:
     from store_daemon.tiers.slots import Slot
@@ -43,6 +48,13 @@ class StoredNamespace:
     namespace: Namespace
     size_classes: tuple[SizeClass, ...]
     """Per part."""
+    required: tuple[int, ...]
+    """Parts without which a block is resident nowhere."""
+    optional: tuple[int, ...]
+    """The other parts."""
+    everything: Needs
+    is_hybrid: bool
+    """Whether it has groups that need only some blocks of a hit."""
 
     @staticmethod
     def of(namespace: Namespace) -> StoredNamespace:
@@ -51,7 +63,16 @@ class StoredNamespace:
             SizeClass(namespace_id, part, namespace.part_bytes(part))
             for part in range(namespace.parts)
         )
-        return StoredNamespace(namespace_id, namespace, classes)
+        required = required_parts(namespace)
+        return StoredNamespace(
+            namespace_id,
+            namespace,
+            classes,
+            required,
+            tuple(part for part in range(namespace.parts) if part not in required),
+            Needs.everything(namespace),
+            any(group.kind not in WHOLE_PREFIX for group in namespace.groups),
+        )
 
     @property
     def parts(self) -> int:
@@ -61,6 +82,20 @@ class StoredNamespace:
     def block_bytes(self) -> int:
         """Payload of a whole block."""
         return sum(size_class.payload_bytes for size_class in self.size_classes)
+
+    def needs(self, length: int) -> Needs:
+        """What a hit of `length` blocks needs."""
+        return Needs.of(self.namespace, length) if self.is_hybrid else self.everything
+
+    def longest_hit(self, held: Sequence[Sequence[bool]]) -> int:
+        """Blocks of the longest usable hit; `held` says of each block which parts are there."""
+        return longest_hit(self.namespace, held)
+
+    def has_required(self, places: Sequence[object]) -> bool:
+        """Whether each required part has a place (not None)."""
+        if not self.optional:
+            return all(places)
+        return all(places[part] is not None for part in self.required)
 
 
 @dataclass(eq=False, slots=True)
@@ -103,6 +138,18 @@ class Block:
     depth: int = 0
     """Blocks before it in its chain, as far as they were known when it came."""
 
+    @property
+    def held_parts(self) -> list[bool]:
+        """Per part, whether it is in DRAM or on SSD."""
+        pairs = zip(self.slots, self.rows, strict=True)
+        return [slot is not None or row is not None for slot, row in pairs]
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether all that is in DRAM is on SSD too."""
+        pairs = zip(self.slots, self.rows, strict=True)
+        return all(slot is None or row is not None for slot, row in pairs)
+
 
 @dataclass(slots=True)
 class TierLedger:
@@ -144,6 +191,8 @@ class BlockCatalog:
         self._on_evictable = on_evictable
         self._on_entered = on_entered
         self._on_left = on_left
+        self.old_parts = PartQueue()
+        """Parts in DRAM whose block can stay without them."""
         self.holes = 0
         """Blocks that came to DRAM while their parent was in no tier."""
 
@@ -165,8 +214,23 @@ class BlockCatalog:
             and block.hash not in self._children
         )
 
+    def may_lose_part(self, block: Block) -> bool:
+        """Whether an optional part's slot may be freed now."""
+        return block.in_dram and not block.pins and not block.writers
+
+    def touch_parts(self, found: Sequence[Block]) -> None:
+        """A hit was asked for: the optional parts in its reach are as young as their blocks."""
+        if not found or not found[0].namespace.is_hybrid:
+            return
+        namespace = found[0].namespace
+        needs = namespace.needs(len(found))
+        for part in namespace.optional:
+            for block in found[needs.starts[part] :]:
+                if block.slots[part] is not None:
+                    self.old_parts.touch(block, part, block.access)
+
     def usable_prefix(self, namespace: StoredNamespace, hashes: Sequence[BlockHash]) -> list[Block]:
-        """The leading blocks that are resident in DRAM or SSD. O(len(hashes))."""
+        """The longest usable hit's blocks, resident in DRAM or SSD. O(len(hashes))."""
         found: list[Block] = []
         get = self.blocks.get
         for block_hash in hashes:
@@ -178,6 +242,16 @@ class BlockCatalog:
             ):
                 break
             found.append(block)
+        if namespace.is_hybrid:
+            del found[namespace.longest_hit([block.held_parts for block in found]) :]
+        return found
+
+    def whole_prefix(self, namespace: StoredNamespace, hashes: Sequence[BlockHash]) -> list[Block]:
+        """The leading blocks of which no part is missing. O(len(hashes))."""
+        found = self.usable_prefix(namespace, hashes)
+        if namespace.is_hybrid:
+            tombstones = (n for n, block in enumerate(found) if not all(block.held_parts))
+            del found[next(tombstones, len(found)) :]
         return found
 
     # ---- writing ----
@@ -197,29 +271,29 @@ class BlockCatalog:
         return block
 
     def commit_part(self, block: Block, part: int, slot: Slot) -> None:
-        """The part is whole in `slot`; with its last part the block becomes resident in DRAM."""
+        """The part is whole in `slot`; with its last required part the block becomes resident."""
         assert block.writers >> part & 1, "commit without begin"
+        assert not block.is_doomed
         block.writers &= ~(1 << part)
         self._place(block, part, slot)
-        if all(block.slots):
-            self._enter_dram(block)
         self._offer(block)
 
     def abort_part(self, block: Block, part: int) -> None:
         """The part will not come. A block of which nothing is left is unlinked."""
         assert block.writers >> part & 1, "abort without begin"
         block.writers &= ~(1 << part)
+        if block.is_doomed:
+            return
         self._lean(block)
         self._unlink_if_empty(block)
         self._offer(block)
 
-    def land(self, block: Block, slots: Sequence[Slot]) -> None:
-        """All parts were brought to DRAM from another tier."""
-        assert not any(block.slots)
-        assert not block.writers
-        for part, slot in enumerate(slots):
+    def land(self, block: Block, slots: Mapping[int, Slot]) -> None:
+        """Parts were brought to DRAM from another tier."""
+        for part, slot in slots.items():
+            assert block.slots[part] is None
+            assert not block.writers >> part & 1
             self._place(block, part, slot)
-        self._enter_dram(block)
         self._offer(block)
 
     def recover_part(
@@ -236,8 +310,6 @@ class BlockCatalog:
             return False
         block.is_verified = False
         self._place(block, part, slot)
-        if all(block.slots):
-            self._enter_dram(block)
         self._offer(block)
         return True
 
@@ -254,10 +326,10 @@ class BlockCatalog:
         return True
 
     def add_rows(self, block: Block, rows: Sequence[SsdRow]) -> None:
-        """All parts were written to SSD."""
+        """Parts were written to SSD; with those that are there already, all required ones."""
         assert not block.is_doomed
-        assert not any(block.rows)
         for row in rows:
+            assert block.rows[row.part] is None
             self._add_row(block, row)
         assert block.in_ssd
 
@@ -270,6 +342,15 @@ class BlockCatalog:
         freed = Freed(slots=self._leave_dram(block))
         self._unlink_if_empty(block)
         return freed
+
+    def drop_part(self, block: Block, part: int) -> Freed:
+        """An optional part leaves DRAM; its block stays resident."""
+        slot = block.slots[part]
+        assert self.may_lose_part(block)
+        assert part in block.namespace.optional
+        assert slot is not None
+        self._clear(block, part, slot)
+        return Freed(slots=[slot])
 
     def drop_row(self, row: SsdRow) -> Freed:
         """The row's bytes are gone: the block leaves SSD, and its other rows are of no use."""
@@ -298,12 +379,15 @@ class BlockCatalog:
         return freed
 
     def doom(self, block: Block) -> Freed:
-        """Unlink the block everywhere. If it is pinned, `unpin` returns its slots later."""
-        assert not block.writers
+        """Unlink the block everywhere. If it is pinned, `unpin` returns its slots later.
+
+        Parts that are being written can only be aborted from then on.
+        """
+        assert not block.is_doomed
+        block.is_doomed = True
         freed = Freed(rows=self._leave_ssd(block))
         slots = self._leave_dram(block)
-        self._unlink_if_empty(block)
-        block.is_doomed = True
+        del self.blocks[block.hash]
         if block.pins:
             block.slots = list(slots)
             self._doomed.add(block)
@@ -356,8 +440,9 @@ class BlockCatalog:
             assert block.hash == block_hash
             assert not block.is_doomed
             assert any(block.slots) or any(block.rows) or block.writers, "an empty block is linked"
-            assert block.in_dram == all(block.slots)
-            assert block.in_ssd == all(block.rows)
+            assert block.in_dram == block.namespace.has_required(block.slots)
+            assert block.in_ssd == block.namespace.has_required(block.rows)
+            assert block.in_ssd or not any(block.rows), "rows of a block that is not on SSD"
             assert block.pins >= 0
             for part, slot in enumerate(block.slots):
                 assert not (slot is not None and block.writers >> part & 1)
@@ -367,6 +452,13 @@ class BlockCatalog:
                 children[block.parent] = children.get(block.parent, 0) + 1
             assert not self.is_evictable(block) or block.is_queued, "a victim nobody can find"
         assert children == self._children, "children counts drifted"
+        optional = {
+            (block, part)
+            for block in self.blocks.values()
+            for part in block.namespace.optional
+            if block.slots[part] is not None
+        }
+        assert set(self.old_parts) == optional, "the queue of optional parts drifted"
         for tier, ledger in self.ledgers.items():
             keys = [index_key(block.hash) for block in self.resident(tier)]
             xor = 0
@@ -396,6 +488,10 @@ class BlockCatalog:
         block.slots[part] = slot
         self._lean(block)
         slot.extent.occupants[slot.number] = block
+        if part in block.namespace.optional:
+            self.old_parts.touch(block, part, block.access)
+        if not block.in_dram and block.namespace.has_required(block.slots):
+            self._enter_dram(block)
 
     def _enter_dram(self, block: Block) -> None:
         block.in_dram = True
@@ -405,14 +501,20 @@ class BlockCatalog:
 
     def _leave_dram(self, block: Block) -> list[Slot]:
         slots = [slot for slot in block.slots if slot is not None]
-        for slot in slots:
-            del slot.extent.occupants[slot.number]
-        block.slots = [None] * len(block.slots)
+        for part, slot in enumerate(block.slots):
+            if slot is not None:
+                self._clear(block, part, slot)
         if block.in_dram:
             block.in_dram = False
             self._record(BlocksRemoved, Tier.DRAM, block)
         self._lean(block)
         return slots
+
+    def _clear(self, block: Block, part: int, slot: Slot) -> None:
+        del slot.extent.occupants[slot.number]
+        block.slots[part] = None
+        if part in block.namespace.optional:
+            self.old_parts.discard(block, part)
 
     def _lean(self, block: Block) -> None:
         """Count the block as its parent's child exactly while it has or gets a place in DRAM.
@@ -420,7 +522,7 @@ class BlockCatalog:
         A forged chain that bites its own tail would hold its slots for ever, so the block that
         closes the ring leans on nobody.
         """
-        leans = bool(block.writers) or any(block.slots)
+        leans = not block.is_doomed and (bool(block.writers) or any(block.slots))
         parent_hash = block.parent
         if leans is block.leans or (leans and self._may_close_ring(block)):
             return
@@ -458,7 +560,7 @@ class BlockCatalog:
 
     def _add_row(self, block: Block, row: SsdRow) -> None:
         block.rows[row.part] = row
-        if all(block.rows):
+        if not block.in_ssd and block.namespace.has_required(block.rows):
             block.in_ssd = True
             self._record(BlocksStored, Tier.SSD, block)
 

@@ -6,7 +6,7 @@ Runs on the daemon's event loop; nothing here waits. Decisions are `catalog`'s a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from emberkv_proto.types import Tier
 from store_daemon.catalog import Block, BlockCatalog, Freed, StoredNamespace
@@ -17,6 +17,7 @@ from store_daemon.ports import EventSink
 from store_daemon.tiers.pool import Pool
 from store_daemon.tiers.slots import SizeClass, Slot
 from store_daemon.tiers.ssd import SsdRow
+from store_daemon.tombstones import OldPart
 
 MAX_ROOM_STEPS = 256
 SHED_BLOCKS = 16
@@ -36,7 +37,7 @@ class Holdings:
         self.rows_to_forget: list[SsdRow] = []
         """Rows of blocks that left SSD; the writeback thread drops them."""
         self.on_resident: Callable[[Block], None] = lambda block: None
-        """Told of each block that has become resident in DRAM."""
+        """Told of each block that has become resident in DRAM, and of parts that come later."""
         self._config = config
         self.sink: EventSink | None = None
         """Where events go; set before the first block."""
@@ -52,15 +53,15 @@ class Holdings:
             steps += 1
         return slot
 
-    def take_all(self, namespace: StoredNamespace) -> list[Slot] | None:
-        """A slot for each part of one block, or none at all."""
-        slots: list[Slot] = []
-        for size_class in namespace.size_classes:
-            slot = self.take(size_class)
+    def take_all(self, namespace: StoredNamespace, parts: Iterable[int]) -> dict[int, Slot] | None:
+        """A slot for each of these parts of one block, or none at all."""
+        slots: dict[int, Slot] = {}
+        for part in parts:
+            slot = self.take(namespace.size_classes[part])
             if slot is None:
-                self.give_back(slots)
+                self.give_back(slots.values())
                 return None
-            slots.append(slot)
+            slots[part] = slot
         return slots
 
     def give_back(self, slots: Iterable[Slot]) -> None:
@@ -78,9 +79,13 @@ class Holdings:
             if self.pool.slots.usage <= self._config.low_watermark:
                 return False
             victim = self.queue.oldest_of_all(self.catalog.is_evictable)
-            if victim is None:
+            part = self.catalog.old_parts.oldest_of_all(self.catalog.may_lose_part)
+            if part is not None and (victim is None or part.access < victim.access):
+                self.drop_part(part)
+            elif victim is not None:
+                self.evict(victim)
+            else:
                 return False
-            self.evict(victim)
         return True
 
     def evict(self, block: Block) -> None:
@@ -88,10 +93,23 @@ class Holdings:
         self.counters["demoted_blocks" if block.in_ssd else "evicted_blocks"] += 1
         self._let_go(self.catalog.drop_dram(block))
 
+    def drop_part(self, old: OldPart) -> None:
+        """Free a window or state part's slot; its block stays."""
+        is_saved = old.block.rows[old.part] is not None
+        self.counters["demoted_parts" if is_saved else "evicted_parts"] += 1
+        self._let_go(self.catalog.drop_part(old.block, old.part))
+
     # ---- changes of one block ----
 
     def commit_part(self, block: Block, part: int, slot: Slot, checksum: int) -> None:
-        """Publish a written part; tells `on_resident` when the block is complete by it."""
+        """Publish a written part; tells `on_resident` when the block is, or was, resident by it.
+
+        A block that was quarantined meanwhile takes it no more.
+        """
+        if block.is_doomed:
+            self.catalog.abort_part(block, part)
+            self.give_back([slot])
+            return
         self.pool.commit(slot, block.hash, block.parent, checksum)
         self.catalog.commit_part(block, part, slot)
         if block.in_dram:
@@ -100,9 +118,10 @@ class Holdings:
     def abort_part(self, block: Block, part: int) -> None:
         self.catalog.abort_part(block, part)
 
-    def land(self, block: Block, slots: list[Slot]) -> None:
-        """A block was read from SSD into `slots`, and its checksums hold."""
-        for slot, row in zip(slots, block.rows, strict=True):
+    def land(self, block: Block, slots: Mapping[int, Slot]) -> None:
+        """Parts of a block were read from SSD into `slots`, and their checksums hold."""
+        for part, slot in slots.items():
+            row = block.rows[part]
             assert row is not None
             self.pool.commit(slot, block.hash, block.parent, row.checksum)
         self.catalog.land(block, slots)
@@ -160,6 +179,10 @@ class Holdings:
         is_evictable = self.catalog.is_evictable
         own = self.queue.oldest(wanted.namespace_id, is_evictable)
         oldest = self.queue.oldest_of_all(is_evictable)
+        part = self.catalog.old_parts.oldest(wanted, self.catalog.may_lose_part)
+        if part is not None and (oldest is None or part.access < oldest.access):
+            self.drop_part(part)
+            return True
         if oldest is None:
             return False
         if own is oldest and own.slots[wanted.part] is not None:

@@ -2,7 +2,8 @@
 
 A lease pins its blocks in the catalog from the grant on. Blocks [0, ready) can be read; those in
 [ready, usable) are being brought; `usable` only shrinks, `ready` only grows, and a lease is
-complete when they meet.
+complete when they meet. Where a shorter hit needs other parts (window and state groups, see
+`needs`), the lease becomes ready as a whole, and shrinks to what is usable as a whole.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import NewType
 from emberkv_proto.errors import LeaseExpiredError, PoolFullError, UnknownLeaseError
 from emberkv_proto.types import BlockHash, Source
 from store_daemon.catalog import Block, StoredNamespace
+from store_daemon.needs import Needs
 
 LeaseId = NewType("LeaseId", int)
 SessionId = NewType("SessionId", int)
@@ -37,7 +39,10 @@ class Lease:
     sources: bytearray
     """Per usable block, where it was when the lease was granted."""
     expires_at: float
-    ready: int = 0
+    needs: Needs
+    """Which parts of the blocks its reader may read."""
+    arrived: int = 0
+    """Leading blocks whose needed parts can be read."""
     moved: int = 0
     """Blocks before this one need no move, or theirs was begun."""
     is_ended: bool = False
@@ -47,27 +52,55 @@ class Lease:
         return len(self.blocks)
 
     @property
+    def ready(self) -> int:
+        return self.arrived if self.needs.is_divisible or self.is_complete else 0
+
+    @property
     def is_complete(self) -> bool:
-        return self.ready == len(self.blocks)
+        return self.arrived == len(self.blocks)
+
+    def is_readable(self, number: int) -> bool:
+        """Whether the needed parts of a usable block can be read now."""
+        block = self.blocks[number]
+        return block is not None and self.needs.are_readable(block, number)
 
     def advance(self) -> bool:
-        """Count further leading blocks that can be read now; return whether there were any."""
-        ready, blocks = self.ready, self.blocks
-        while ready < len(blocks):
-            block = blocks[ready]
-            if block is None or not (block.in_dram and block.is_verified):
-                break
-            ready += 1
-        has_more = ready > self.ready
-        self.ready = ready
-        return has_more
+        """Count further leading blocks that can be read now; return whether more are ready."""
+        before = self.ready
+        arrived = self.needs.count_readable(self.blocks, self.arrived)
+        self.arrived = arrived
+        return self.ready > before
 
     def shrink(self, usable: int) -> list[Block]:
-        """Give up the blocks from `usable` on; return those to unpin. Never below `ready`."""
-        usable = max(usable, self.ready)
+        """Give up the blocks from `usable` on; return those to unpin. Never below `ready`.
+
+        An indivisible lease keeps less where that is the longest hit of what it has or awaits.
+        """
+        if not self.needs.is_divisible and not self.is_complete:
+            everything = [True] * self.namespace.parts
+            usable = self.namespace.longest_hit(
+                [everything if b is None else b.held_parts for b in self.blocks[:usable]]
+            )
+        return self._cut(max(usable, self.ready))
+
+    def freeze(self) -> list[Block]:
+        """Give up what cannot be read now; return the blocks to unpin. Completes the lease."""
+        usable = self.ready
+        if not self.needs.is_divisible and not self.is_complete:
+            usable = self.namespace.longest_hit(
+                [readable_parts(block, self.namespace) for block in self.blocks]
+            )
+        return self._cut(usable)
+
+    def _cut(self, usable: int) -> list[Block]:
         gone = [block for block in self.blocks[usable:] if block is not None]
+        if not self.needs.is_divisible and usable < self.usable:
+            self.needs = self.namespace.needs(usable)
+            self.arrived = self.moved = 0
         del self.blocks[usable:]
         del self.sources[usable:]
+        self.moved = min(self.moved, usable)
+        self.advance()
         return gone
 
 
@@ -96,11 +129,18 @@ class LeaseTable:
         sources: bytearray,
         expires_at: float,
     ) -> Lease:
-        """Record a lease over blocks that the caller has pinned."""
+        """Record a lease over blocks that the caller has pinned. Peers get every part."""
         assert len(hashes) == len(blocks)
         self._next_id += 1
         lease = Lease(
-            LeaseId(self._next_id), session, namespace, hashes, blocks, sources, expires_at
+            LeaseId(self._next_id),
+            session,
+            namespace,
+            hashes,
+            blocks,
+            sources,
+            expires_at,
+            namespace.everything if session == PEERS else namespace.needs(len(blocks)),
         )
         self._leases[lease.id] = lease
         self._by_session.setdefault(session, {})[lease.id] = lease
@@ -167,9 +207,11 @@ class LeaseTable:
             assert not lease.is_ended
             assert 0 <= lease.ready <= lease.usable <= len(lease.hashes)
             assert len(lease.sources) == lease.usable
-            for block in lease.blocks[: lease.ready]:
+            assert lease.arrived <= lease.usable
+            for number, block in enumerate(lease.blocks[: lease.ready]):
                 assert block is not None
-                assert all(block.slots), "a ready block has no slot"
+                for part in lease.needs.parts(number):
+                    assert block.slots[part] is not None, "a ready block has no slot"
 
     def _find(self, session: SessionId, lease_id: LeaseId) -> Lease:
         lease = self._leases.get(lease_id)
@@ -178,6 +220,13 @@ class LeaseTable:
         if self._expired.get(lease_id) == session:
             raise LeaseExpiredError(f"lease {lease_id} ran out; look the blocks up again")
         raise UnknownLeaseError(f"lease {lease_id} is not held; look the blocks up again")
+
+
+def readable_parts(block: Block | None, namespace: StoredNamespace) -> list[bool]:
+    """Per part, whether it can be read now."""
+    if block is None or block.is_doomed or not block.is_verified:
+        return [False] * namespace.parts
+    return [slot is not None for slot in block.slots]
 
 
 def source_of(block: Block) -> Source:

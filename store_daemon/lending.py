@@ -17,7 +17,16 @@ from emberkv_proto.errors import InvalidRequestError
 from emberkv_proto.types import AcquirePolicy, BlockHash, Source
 from store_daemon.catalog import Block, StoredNamespace
 from store_daemon.holdings import Holdings
-from store_daemon.leases import PEERS, Lease, LeaseId, LeaseTable, SessionId, source_of
+from store_daemon.leases import (
+    PEERS,
+    Lease,
+    LeaseId,
+    LeaseTable,
+    SessionId,
+    readable_parts,
+    source_of,
+)
+from store_daemon.needs import Needs
 from store_daemon.ports import PeerGrant, PoolRange, Puller, PullTarget
 from store_daemon.promotion import Promoter
 from store_daemon.tiers.ssd import SsdTier
@@ -105,8 +114,9 @@ class Lender:
         counters = holdings.counters
         found = holdings.catalog.usable_prefix(namespace, hashes)
         holdings.queue.touch(found)
+        holdings.catalog.touch_parts(found)
         if policy is AcquirePolicy.BEST_EFFORT:
-            found = self._readable_now(found)
+            found = self._readable_now(namespace, found)
         blocks: list[Block | None] = list(found)
         missing = len(hashes) - len(blocks)
         counters["missed_blocks"] += missing
@@ -117,6 +127,10 @@ class Lender:
             blocks += [
                 self._resident(namespace, block_hash) for block_hash in hashes[len(blocks) :]
             ]
+            if namespace.is_hybrid:
+                everything = [True] * namespace.parts
+                held = [everything if b is None else b.held_parts for b in blocks]
+                del blocks[namespace.longest_hit(held) :]
         if not blocks:
             return None
         sources = bytearray(
@@ -186,9 +200,10 @@ class Lender:
         """Begin to bring a chain into DRAM; return how many blocks will move from SSD or may come
         from peers."""
         found = self._holdings.catalog.usable_prefix(namespace, hashes)
-        scheduled = self._bring(found)
+        scheduled = self._bring(found, 0, namespace.needs(len(found)))
         missing = hashes[len(found) :]
-        if missing and self.puller is not None:
+        is_absent = bool(missing) and self._resident(namespace, missing[0]) is None
+        if is_absent and self.puller is not None:
             parent = hashes[len(found) - 1] if found else None
             seconds = min(deadline_seconds or DEFAULT_FILL_SECONDS, LONGEST_FILL_SECONDS)
             self._start(self._pull_run(namespace, parent, missing, target, seconds))
@@ -207,13 +222,14 @@ class Lender:
         """Lease to another daemon what is in DRAM, or comes there from SSD in time.
 
         The blocks stay pinned for `peer_seconds` longer than the peer may begin to read them, so
-        that a read that began in time does not see its slot reused.
+        that a read that began in time does not see its slot reused. Only whole blocks travel.
         """
         self.leases.check_room(PEERS)
-        found = self._holdings.catalog.usable_prefix(namespace, hashes)
+        found = self._holdings.catalog.whole_prefix(namespace, hashes)
         if not found:
             return PeerGrant(0, 0, namespace.parts, (), ())
         self._holdings.queue.touch(found)
+        self._holdings.catalog.touch_parts(found)
         sources = bytearray([source_of(block) for block in found])
         now = self._clock()
         held = lease_seconds + self._times.peer_seconds
@@ -228,7 +244,7 @@ class Lender:
                 if not lease.is_ended:
                     self.release(PEERS, lease.id)
                 raise
-            self._shrink(lease, lease.ready)
+            self._freeze(lease)
         ready = [block for block in lease.blocks[: lease.ready] if block is not None]
         slots = [slot for block in ready for slot in block.slots if slot is not None]
         if not slots:
@@ -293,27 +309,34 @@ class Lender:
                 self._holdings.catalog.pin(block)
                 lease.blocks[number] = block
                 self._holdings.counters["hit_blocks_peer"] += 1
+            if not lease.is_readable(number):
+                lease.moved = min(lease.moved, number)  # parts of it have still to be brought
             self._advance(lease)
 
     # ---- inner steps ----
 
-    def _readable_now(self, found: list[Block]) -> list[Block]:
-        """The leading blocks that can be read at once; the others only start moving."""
-        for number, block in enumerate(found):
-            if not (block.in_dram and block.is_verified):
-                for held in found[:number]:
-                    self._holdings.catalog.pin(held)  # not evicted to make room for the others
-                self._bring(found[number:])
-                self._holdings.unpin(found[:number])
-                self._holdings.publish()
-                return found[:number]
-        return found
+    def _readable_now(self, namespace: StoredNamespace, found: list[Block]) -> list[Block]:
+        """The longest hit that can be read at once; what else is here only starts moving."""
+        needs = namespace.needs(len(found))
+        number = needs.count_readable(found, 0)
+        if number == len(found):
+            return found
+        readable = found[:number]
+        if not needs.is_divisible:
+            readable = found[: namespace.longest_hit([readable_parts(b, namespace) for b in found])]
+        for block in readable:
+            self._holdings.catalog.pin(block)  # not evicted to make room for the others
+        self._bring(found, number, needs)
+        self._holdings.unpin(readable)
+        self._holdings.publish()
+        return readable
 
-    def _bring(self, blocks: list[Block]) -> int:
+    def _bring(self, blocks: list[Block], first: int, needs: Needs) -> int:
+        """Begin to bring a hit's blocks from number `first` on; return how many will move."""
         started = 0
-        for block in blocks[:PREFETCH_BLOCKS]:
-            if not (block.in_dram and block.is_verified):
-                if not self.promoter.bring(block):
+        for number in range(first, min(len(blocks), first + PREFETCH_BLOCKS)):
+            if not needs.are_readable(blocks[number], number):
+                if not self.promoter.bring(blocks[number], needs.parts(number)):
                     break
                 started += 1
         return started
@@ -344,7 +367,7 @@ class Lender:
         """Start to bring what is not readable yet, with a deadline for all of it."""
         loop = asyncio.get_running_loop()
         self._timers[lease.id] = loop.call_later(seconds, self._freeze, lease)
-        for number in range(lease.ready, lease.usable):
+        for number in range(lease.arrived, lease.usable):
             if lease.blocks[number] is None:
                 self._interest[lease.hashes[number]].append(_Awaited(lease, number))
         self._move(lease)
@@ -354,24 +377,33 @@ class Lender:
 
         A block that cannot be moved ends the prefix.
         """
-        number = max(lease.moved, lease.ready)
-        end = min(lease.usable, lease.ready + MOVE_WINDOW_BLOCKS)
-        while number < end:
-            block = lease.blocks[number]
-            if block is None:
-                break
-            if not (block.in_dram and block.is_verified):
-                if not self.promoter.bring(block):
-                    self._shrink(lease, number)
-                    return
-                self._interest[block.hash].append(_Awaited(lease, number))
-            number += 1
-        lease.moved = number
+        while not lease.is_complete:
+            number = max(lease.moved, lease.arrived)
+            end = min(lease.usable, lease.arrived + MOVE_WINDOW_BLOCKS)
+            while number < end and self._set_in_motion(lease, number):
+                number += 1
+            lease.moved = number
+            if number == end or lease.blocks[number] is None:
+                return
+            self._give_up(lease, lease.shrink(number))
+
+    def _set_in_motion(self, lease: Lease, number: int) -> bool:
+        """Whether a block is readable or now on its way to be."""
+        block = lease.blocks[number]
+        if block is None:
+            return False
+        if not lease.is_readable(number):
+            if not self.promoter.bring(block, lease.needs.parts(number)):
+                return False
+            waiting, mine = self._interest[block.hash], _Awaited(lease, number)
+            if mine not in waiting:
+                waiting.append(mine)
+        return True
 
     def _freeze(self, lease: Lease) -> None:
         """The deadline passed: what is ready is all there will be."""
         if not lease.is_ended:
-            self._shrink(lease, lease.ready)
+            self._give_up(lease, lease.freeze())
 
     def _settled(self, block: Block, is_readable: bool) -> None:
         if is_readable:
@@ -390,7 +422,12 @@ class Lender:
             self._stop_filling(lease)
 
     def _shrink(self, lease: Lease, usable: int) -> None:
-        self._holdings.unpin(lease.shrink(usable))
+        """Block number `usable` cannot be brought; what remains may need other parts."""
+        self._give_up(lease, lease.shrink(usable))
+        self._move(lease)
+
+    def _give_up(self, lease: Lease, gone: list[Block]) -> None:
+        self._holdings.unpin(gone)
         if lease.is_complete:
             self._stop_filling(lease)
         self._wake(lease)

@@ -28,6 +28,8 @@ COUNTERS = {
     "missed_blocks": ("missed_blocks", {}),
     "evicted_blocks": ("evicted_blocks", {"to": "nowhere"}),
     "demoted_blocks": ("evicted_blocks", {"to": "ssd"}),
+    "evicted_parts": ("evicted_parts", {"to": "nowhere"}),
+    "demoted_parts": ("evicted_parts", {"to": "ssd"}),
     "promoted_blocks": ("promoted_blocks", {}),
     "moved_extents": ("moved_extents", {}),
     "staged_granted": ("staged_blocks", {"result": "granted"}),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
 
 from emberkv_proto.errors import CorruptionError
@@ -45,23 +45,27 @@ class Promoter:
     def in_flight(self) -> int:
         return len(self._moving)
 
-    def bring(self, block: Block) -> bool:
-        """Begin to make the block readable in DRAM; False when that is not possible now."""
+    def bring(self, block: Block, parts: Iterable[int]) -> bool:
+        """Begin to make these parts readable in DRAM; False when that is not possible now.
+
+        A block that is on the move is let move: ask again when it has settled.
+        """
         if block in self._moving:
             return True
         if block.is_doomed:
             return False
-        if block.in_dram:
-            self._begin(block, [], self._verify, _slots_of(block))
+        missing = [part for part in parts if block.slots[part] is None]
+        if not missing:
+            self._begin(block, {}, {}, self._verify, _slots_of(block))
             return True
-        if not block.in_ssd or self._ssd is None:
+        rows = {part: row for part in missing if (row := block.rows[part]) is not None}
+        if len(rows) < len(missing) or self._ssd is None:
             return False
-        slots = self._holdings.take_all(block.namespace)
+        slots = self._holdings.take_all(block.namespace, missing)
         if slots is None:
             self._holdings.counters["no_space_promotions"] += 1
             return False
-        rows = [row for row in block.rows if row is not None]
-        self._begin(block, slots, self._read, slots, rows)
+        self._begin(block, slots, rows, self._read, slots, rows)
         return True
 
     async def settle(self) -> None:
@@ -70,33 +74,40 @@ class Promoter:
             await asyncio.wait(list(self._moving.values()))
 
     def _begin(
-        self, block: Block, new_slots: list[Slot], job: Callable[..., None], *args: object
+        self,
+        block: Block,
+        new_slots: dict[int, Slot],
+        rows: dict[int, SsdRow],
+        job: Callable[..., None],
+        *args: object,
     ) -> None:
         self._holdings.catalog.pin(block)
         future = asyncio.get_running_loop().run_in_executor(self._executor, job, *args)
         self._moving[block] = future
-        future.add_done_callback(lambda done: self._finish(block, new_slots, done))
+        future.add_done_callback(lambda done: self._finish(block, new_slots, rows, done))
 
-    def _finish(self, block: Block, new_slots: list[Slot], done: asyncio.Future[None]) -> None:
+    def _finish(
+        self,
+        block: Block,
+        new_slots: dict[int, Slot],
+        rows: dict[int, SsdRow],
+        done: asyncio.Future[None],
+    ) -> None:
         del self._moving[block]
         error = done.exception()
         is_readable = False
         if not new_slots:
             is_readable = self._finish_verify(block, error)
-        elif error is None and self._can_land(block):
+        elif error is None and _can_land(block, rows):
             self._holdings.land(block, new_slots)
             is_readable = True
         else:
-            self._holdings.give_back(new_slots)
+            self._holdings.give_back(new_slots.values())
             if error is not None:
                 self._lose(block, error)
         self._on_settled(block, is_readable)
         self._holdings.unpin([block])
         self._holdings.publish()
-
-    def _can_land(self, block: Block) -> bool:
-        """Whether the block is still the one that was asked for, and its rows still stand."""
-        return block.in_ssd and not block.is_doomed and not any(block.slots) and not block.writers
 
     def _finish_verify(self, block: Block, error: BaseException | None) -> bool:
         if block.is_doomed:
@@ -119,10 +130,10 @@ class Promoter:
         if block.in_ssd and not block.is_doomed:
             self._holdings.lose_ssd(block)
 
-    def _read(self, slots: list[Slot], rows: list[SsdRow]) -> None:
+    def _read(self, slots: dict[int, Slot], rows: dict[int, SsdRow]) -> None:
         assert self._ssd is not None
-        for slot, row in zip(slots, rows, strict=True):
-            with self._holdings.pool.slot_view(slot) as target:
+        for part, row in rows.items():
+            with self._holdings.pool.slot_view(slots[part]) as target:
                 self._ssd.read_into(row, target)
 
     def _verify(self, slots: list[Slot]) -> None:
@@ -130,6 +141,14 @@ class Promoter:
             with self._holdings.pool.payload(slot) as payload:
                 if checksum(payload) != slot.checksum:
                     raise CorruptionError(f"slot at {slot.offset}: checksum does not match")
+
+
+def _can_land(block: Block, rows: dict[int, SsdRow]) -> bool:
+    """Whether the block still wants what was read, and the rows read still stand."""
+    return not block.is_doomed and all(
+        block.rows[part] == row and block.slots[part] is None and not block.writers >> part & 1
+        for part, row in rows.items()
+    )
 
 
 def _slots_of(block: Block) -> list[Slot]:

@@ -150,6 +150,7 @@ class Servicer:
             offsets=_offsets(lease, session.part, start),
             checksums=_checksums(lease, session.part, start),
             sources=bytes(lease.sources[start : lease.ready]),
+            needed_from=lease.needs.starts[session.part],
         ).SerializeToString()
 
     def status(self) -> store_pb2.StatusResponse:
@@ -214,6 +215,7 @@ class Servicer:
             offsets=_offsets(lease, session.part, 0),
             checksums=_checksums(lease, session.part, 0),
             sources=bytes(lease.sources),
+            needed_from=lease.needs.starts[session.part],
         )
 
     def _release(self, session: Session, request: Message) -> Message:
@@ -293,12 +295,19 @@ def _seconds(value: float, name: str) -> float:
 
 
 def _offsets(lease: Lease, part: int, start: int) -> bytes:
-    return u64s_to_wire(
-        [block.slots[part].offset for block in lease.blocks[start : lease.ready]]  # type: ignore[union-attr]
+    first = max(start, lease.needs.starts[part])
+    return bytes(8 * _unneeded(lease, part, start)) + u64s_to_wire(
+        [block.slots[part].offset for block in lease.blocks[first : lease.ready]]  # type: ignore[union-attr]
     )
 
 
 def _checksums(lease: Lease, part: int, start: int) -> bytes:
-    return u64s_to_wire(
-        [block.slots[part].checksum for block in lease.blocks[start : lease.ready]]  # type: ignore[union-attr]
+    first = max(start, lease.needs.starts[part])
+    return bytes(8 * _unneeded(lease, part, start)) + u64s_to_wire(
+        [block.slots[part].checksum for block in lease.blocks[first : lease.ready]]  # type: ignore[union-attr]
     )
+
+
+def _unneeded(lease: Lease, part: int, start: int) -> int:
+    """How many of the ready blocks from `start` on are not needed: 0 stands for each."""
+    return max(0, min(lease.needs.starts[part], lease.ready) - start)

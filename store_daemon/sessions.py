@@ -55,7 +55,7 @@ class Staged:
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """Usable prefix, and per asked block a bit `1 << Tier` for each tier that holds it."""
+    """Usable prefix, and per asked block a bit `1 << Tier` for each tier it is resident in."""
 
     hit_blocks: int
     tiers: bytes

@@ -20,7 +20,7 @@ class StagedRun:
         self.ranges: Sequence[Sequence[PoolRange]] = self._ranges
         self._holdings = holdings
         self._blocks: list[Block] = []
-        self._slots: list[list[Slot] | None] = []
+        self._slots: list[dict[int, Slot] | None] = []
         """Per block its slots; None once landed."""
 
     def add(
@@ -28,21 +28,24 @@ class StagedRun:
         namespace: StoredNamespace,
         block_hash: BlockHash,
         parent: BlockHash | None,
-        slots: list[Slot],
+        slots: dict[int, Slot],
     ) -> None:
         for part in range(namespace.parts):
             block = self._holdings.catalog.begin_part(namespace, block_hash, parent, part)
         self._blocks.append(block)
         self._slots.append(slots)
-        self._ranges.append([PoolRange(slot.offset, slot.payload_bytes) for slot in slots])
+        self._ranges.append([PoolRange(s.offset, s.payload_bytes) for s in slots.values()])
 
     def land(self, block: int, checksums: Sequence[int]) -> None:
         slots = self._slots[block]
         if slots is None or len(checksums) != len(slots):
             raise InvalidRequestError(f"block {block} of a pull landed twice or with wrong parts")
         self._slots[block] = None
-        for part, (slot, checksum) in enumerate(zip(slots, checksums, strict=True)):
-            self._holdings.commit_part(self._blocks[block], part, slot, checksum)
+        own = self._blocks[block]
+        required = own.namespace.required
+        # Required parts last: who waits for the block finds it whole.
+        for part in sorted(slots, key=required.__contains__):
+            self._holdings.commit_part(own, part, slots[part], checksums[part])
         self._holdings.counters["pulled_blocks"] += 1
         self._holdings.publish()
 
@@ -50,7 +53,7 @@ class StagedRun:
         for number, slots in enumerate(self._slots):
             if slots is not None:
                 self._slots[number] = None
-                for part in range(len(slots)):
+                for part in slots:
                     self._holdings.abort_part(self._blocks[number], part)
-                self._holdings.give_back(slots)
+                self._holdings.give_back(slots.values())
         self._holdings.publish()

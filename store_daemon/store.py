@@ -321,6 +321,8 @@ class BlockStore:
             if block is not None:
                 tiers[number] = (block.in_dram << Tier.DRAM) | (block.in_ssd << Tier.SSD)
         hit = tiers.find(0)
+        if namespace.is_hybrid:
+            hit = len(catalog.usable_prefix(namespace, hashes))
         return Probed(len(hashes) if hit < 0 else hit, bytes(tiers))
 
     def acquire(
@@ -415,7 +417,7 @@ class BlockStore:
         for block_hash in hashes:
             if block_hash in self.holdings.catalog.blocks or self.is_draining:
                 break
-            slots = self.holdings.take_all(own)
+            slots = self.holdings.take_all(own, range(own.parts))
             if slots is None:
                 self.holdings.counters["no_space_pulls"] += 1
                 break
@@ -585,7 +587,7 @@ class BlockStore:
         """Check recovered DRAM blocks one at a time, so that later reads need not wait for it."""
         for block in list(self.holdings.catalog.resident(Tier.DRAM)):
             if block.in_dram and not block.is_verified:
-                self.lender.promoter.bring(block)
+                self.lender.promoter.bring(block, ())
                 await self.lender.promoter.settle()
 
 
@@ -593,7 +595,7 @@ def _state_of(block: Block, namespace: StoredNamespace, part: int, part_bit: int
     """What a stage of this part of an existing block gets."""
     if block.namespace is not namespace:
         return StageState.NO_SPACE  # a hash that only a forged chain can share
-    if block.slots[part] is not None or block.in_ssd:
+    if block.slots[part] is not None or block.rows[part] is not None:
         return StageState.PRESENT
     if block.writers & part_bit:
         return StageState.IN_PROGRESS

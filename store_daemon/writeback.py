@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
@@ -51,8 +51,8 @@ class WritebackQueue:
         return len(self._queued)
 
     def offer(self, block: Block) -> None:
-        """Queue a block, unless it is on SSD or queued already."""
-        if block.in_ssd or block in self._queued:
+        """Queue a block, unless all it has in DRAM is on SSD or it is queued already."""
+        if block.is_saved or block in self._queued:
             return
         if len(self._queued) >= self._limit:
             self._holdings.counters["writeback_skipped_blocks"] += 1
@@ -110,7 +110,7 @@ class WritebackQueue:
         size = 0
         while self._waiting and len(blocks) < BATCH_BLOCKS and size < BATCH_BYTES:
             block = self._waiting.popleft()
-            if not block.in_dram or block.in_ssd or block.is_doomed:
+            if not block.in_dram or block.is_saved or block.is_doomed:
                 self._queued.discard(block)
                 continue
             self._holdings.catalog.pin(block)
@@ -130,7 +130,7 @@ class WritebackQueue:
                 self._holdings.pool.slot_view(slot),
             )
             for part, slot in enumerate(block.slots)
-            if slot is not None
+            if slot is not None and block.rows[part] is None
         ]
 
     def _is_verified(self, record: SsdRecord) -> bool:
@@ -189,27 +189,39 @@ class WritebackQueue:
         outcome = [
             None if number in written.corrupt else next(results) for number in range(len(records))
         ]
+        counts = Counter(record.block_hash for record in records)
+        saved: list[Block] = []
         at = 0
         for block in blocks:
-            mine = outcome[at : at + block.namespace.parts]
-            at += block.namespace.parts
-            self._settle(block, mine)
+            count = counts[block.hash]
+            mine = outcome[at : at + count]
+            at += count
+            if self._settle(block, mine):
+                saved.append(block)
         holdings.drop_rows(written.reclaimed_after)
         for block in blocks:
             self._queued.discard(block)
+        for block in saved:
+            self.offer(block)  # a part of it was committed while the others were written
         holdings.unpin(blocks)
         holdings.publish()
 
-    def _settle(self, block: Block, outcome: Sequence[SsdRow | SsdFailure | None]) -> None:
+    def _settle(self, block: Block, outcome: Sequence[SsdRow | SsdFailure | None]) -> bool:
+        """Enter a block's new rows, all or none; return whether it now has them."""
         rows = [result for result in outcome if isinstance(result, SsdRow)]
         if any(result is None for result in outcome):
             log.warning("recovered block dropped: hash=%s checksum", block.hash.hex()[:16])
             if not block.is_doomed:
                 self._holdings.quarantine(block)
-        if len(rows) < len(outcome) or block.is_doomed or any(block.rows):
+        places = list(block.rows)
+        for row in rows:
+            places[row.part] = row
+        # Reclaim may have taken the rows that these were to join.
+        if len(rows) < len(outcome) or block.is_doomed or not block.namespace.has_required(places):
             self._holdings.rows_to_forget += rows
             self._holdings.counters["writeback_failed_blocks"] += 1
-            return
+            return False
         block.is_verified = True
         self._holdings.catalog.add_rows(block, rows)
         self._holdings.counters["writeback_blocks"] += 1
+        return True

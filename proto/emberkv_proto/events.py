@@ -17,7 +17,7 @@ Keys = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlocksStored:
-    """All parts of these blocks are now in `tier`."""
+    """These blocks are now resident in `tier`: with all parts, or all that no hit can miss."""
 
     tier: Tier
     keys: Keys

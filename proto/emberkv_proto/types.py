@@ -1,7 +1,7 @@
 """Value types of the contract. No I/O; everything else imports these.
 
 A block is a fixed run of tokens' KV: all layers of one group, cut into parts, one part for each
-(group, shard). It is visible only when all its parts are committed.
+(group, shard). It is visible only when the parts of all groups that need every block are committed.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ class EvictionDouble:
         )
 
     def land(self, block: Block) -> None:
-        self.catalog.land(block, [self._take()])
+        self.catalog.land(block, {0: self._take()})
 
     def check(self) -> None:
         self.catalog.check_integrity()

@@ -46,6 +46,8 @@ class FakeDaemon:
     heartbeat_seconds: float = 0.1
     ready_at_once: int | None = None
     """How many leased blocks are ready in ACQUIRE; the others come one a WAIT. None: all."""
+    needed_from: int = 0
+    """What ACQUIRE says of it."""
     faults: dict[Method, Fault] = field(default_factory=dict)
     hello: Callable[[store_pb2.HelloResponse], None] = lambda _: None
     send_descriptor: bool = True
@@ -213,6 +215,7 @@ class FakeDaemon:
             offsets=self._column(hashes[:ready], "offset"),
             checksums=self._column(hashes[:ready], "checksum"),
             sources=bytes([2] * usable),
+            needed_from=self.needed_from,
         )
 
     def _wait(self, request: store_pb2.WaitRequest) -> store_pb2.WaitResponse:

@@ -28,6 +28,10 @@ def small_namespace(part_bytes: int = 5000, groups: int = 1, model: str = "tiny"
     return Namespace(model, "w1", "bfloat16", "0" * 32, BLOCK_TOKENS, (group,) * groups)
 
 
+def hybrid_namespace(*groups: Group, shards: int = 1, model: str = "hybrid") -> Namespace:
+    return Namespace(model, "w1", "bfloat16", "0" * 32, BLOCK_TOKENS, groups, shards)
+
+
 def chain(namespace: Namespace, blocks: int, seed: int = 0, shared: int = 0) -> list[BlockHash]:
     """Hashes of a chain; chains of other seeds have its first `shared` blocks in common."""
     tokens = np.arange(blocks * BLOCK_TOKENS, dtype=np.uint32)
@@ -153,11 +157,12 @@ class SmallStore:
         return self.store.commit(session, staged.stage_id, own, sums)
 
     def assert_readable(self, lease: Lease) -> None:
-        """Every ready block's every part holds its own bytes and checksum."""
+        """Every needed part of every ready block holds its own bytes and checksum."""
         with self.pool.view() as view:
-            for block in lease.blocks[: lease.ready]:
+            for number, block in enumerate(lease.blocks[: lease.ready]):
                 assert block is not None
-                for part, slot in enumerate(block.slots):
+                for part in lease.needs.parts(number):
+                    slot = block.slots[part]
                     assert slot is not None
                     wanted = payload(block.hash, part, slot.payload_bytes)
                     assert view[slot.offset : slot.offset + slot.payload_bytes] == wanted

@@ -16,16 +16,31 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from emberkv_proto.hashing import checksum
+from emberkv_proto.layout import Group, GroupKind
 from emberkv_proto.types import AcquirePolicy, BlockHash
-from store_daemon.leases import Lease
+from store_daemon.leases import Lease, readable_parts
 from store_daemon.sessions import Session
-from tests.helpers.store import SmallStore, chain, payload, small_namespace
+from tests.helpers.naive_hits import is_needed, longest_hit
+from tests.helpers.store import (
+    BLOCK_TOKENS,
+    SmallStore,
+    chain,
+    hybrid_namespace,
+    payload,
+    small_namespace,
+)
 
-NAMESPACES = (small_namespace(5000), small_namespace(9000, groups=2, model="wide"))
+HYBRID = hybrid_namespace(
+    Group(GroupKind.FULL, 1, 5000),
+    Group(GroupKind.SLIDING_WINDOW, 1, 3000, window_tokens=2 * BLOCK_TOKENS + 1),
+    Group(GroupKind.MAMBA, 1, 7000),
+)
+NAMESPACES = (small_namespace(5000), small_namespace(9000, groups=2, model="wide"), HYBRID)
 CHAINS = [[chain(ns, 12, seed, shared=4) for seed in range(3)] for ns in NAMESPACES]
-RANKS = [(0, 0), (0, 0), (1, 0), (1, 1)]
+RANKS = [(0, 0), (0, 0), (1, 0), (1, 1), (2, 0), (2, 1), (2, 2)]
 """Namespace and part of each client; the first two write the same parts."""
 RANK = st.integers(0, len(RANKS) - 1)
+NAMESPACE = st.integers(0, len(NAMESPACES) - 1)
 SEED = st.integers(0, 2)
 LENGTH = st.integers(1, 12)
 
@@ -40,7 +55,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     def _open(self) -> None:
         async def build() -> SmallStore:
-            return SmallStore(self.directory, extents=5, ssd_segments=4)
+            return SmallStore(self.directory, extents=7, ssd_segments=4)
 
         self.small = self.loop.run_until_complete(build())
         self.sessions: list[Session] = [self.small.open(NAMESPACES[ns], part) for ns, part in RANKS]
@@ -67,19 +82,22 @@ class StoreMachine(RuleBasedStateMachine):
             self.small.write(session, hashes, staged)
             self.stages.append((rank, staged.stage_id, granted))
 
-    @rule(ns=st.integers(0, 1), seed=SEED, length=st.integers(4, 12))
-    def put(self, ns: int, seed: int, length: int) -> None:
-        """All ranks of an engine store the head of a chain."""
+    @rule(ns=NAMESPACE, seed=SEED, length=st.integers(4, 12), behind=st.integers(0, 8))
+    def put(self, ns: int, seed: int, length: int, behind: int) -> None:
+        """All ranks of an engine store the head of a chain; windows and states only the end."""
         hashes = CHAINS[ns][seed][:length]
         for part in range(NAMESPACES[ns].parts):
             session = self.sessions[RANKS.index((ns, part))]
-            self.in_loop(lambda session=session: self.small.put(session, hashes))
-            for block_hash in hashes:
+            start = min(behind, length - 1) if part in session.own.optional else 0
+            parent = hashes[start - 1] if start else None
+            run = hashes[start:]
+            self.in_loop(lambda session=session, r=run, p=parent: self.small.put(session, r, p))
+            for block_hash in run:
                 self.committed.add((block_hash, part))
 
-    @rule(ns=st.integers(0, 1), seed=SEED)
+    @rule(ns=NAMESPACE, seed=SEED)
     def put_and_write_back(self, ns: int, seed: int) -> None:
-        self.put(ns, seed, 12)
+        self.put(ns, seed, 12, 0)
         self.write_back()
 
     @precondition(lambda self: self.stages)
@@ -123,15 +141,40 @@ class StoreMachine(RuleBasedStateMachine):
     def acquire(self, rank: int, seed: int, length: int, policy: AcquirePolicy) -> None:
         session = self.sessions[rank]
         hashes = CHAINS[RANKS[rank][0]][seed][:length]
+        readable, held = self._naive_hit(rank, hashes, now=True), self._naive_hit(rank, hashes)
         lease = self.in_loop(lambda: self.small.store.acquire(session, hashes, policy, 30.0))
+        usable = lease.usable if lease is not None else 0
+        assert readable <= usable <= held
+        if policy is AcquirePolicy.BEST_EFFORT:
+            assert usable == readable
         if lease is None:
             return
         if policy is AcquirePolicy.BEST_EFFORT:
             assert lease.is_complete
-        for block_hash in hashes[: lease.ready]:
-            for part in range(NAMESPACES[RANKS[rank][0]].parts):
-                assert (block_hash, part) in self.committed, "a block nobody committed"
         self.leases.append((rank, lease))
+
+    def _naive_hit(self, rank: int, hashes: list[BlockHash], now: bool = False) -> int:
+        """The longest hit of what is held, or of what can be read `now`."""
+        namespace = self.sessions[rank].own
+        blocks = [self.small.store.holdings.catalog.find(namespace, h) for h in hashes]
+        held = [
+            [False] * namespace.parts
+            if block is None or not (block.in_dram or block.in_ssd)
+            else (readable_parts(block, namespace) if now else block.held_parts)
+            for block in blocks
+        ]
+        groups = namespace.namespace.groups
+        rows = [[parts[number] for parts in held] for number in range(len(groups))]
+        return longest_hit(groups, BLOCK_TOKENS, rows)
+
+    def _check_needs(self, rank: int, lease: Lease) -> None:
+        """What the reader may read is what a hit of this length needs, and was committed."""
+        for number, block_hash in enumerate(lease.hashes[: lease.usable]):
+            for part, group in enumerate(NAMESPACES[RANKS[rank][0]].groups):
+                is_mine = part in lease.needs.parts(number)
+                assert is_mine == is_needed(group, BLOCK_TOKENS, lease.usable, number)
+                if is_mine and number < lease.ready:
+                    assert (block_hash, part) in self.committed, "a part nobody committed"
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data())
@@ -168,6 +211,17 @@ class StoreMachine(RuleBasedStateMachine):
             holdings.evict(victim)
             holdings.publish()
 
+    @rule(count=st.sampled_from([1, 5]))
+    def drop_old_parts(self, count: int) -> None:
+        holdings = self.small.store.holdings
+        for _ in range(count):
+            part = holdings.catalog.old_parts.oldest_of_all(holdings.catalog.may_lose_part)
+            if part is None:
+                break
+            holdings.drop_part(part)
+            holdings.publish()
+            assert part.block.in_dram
+
     @precondition(lambda self: len(self.committed) > 12)
     @rule()
     def killed_and_restarted(self) -> None:
@@ -192,7 +246,8 @@ class StoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def leases_show_right_bytes(self) -> None:
-        for _, lease in self.leases:
+        for rank, lease in self.leases:
+            self._check_needs(rank, lease)
             self.small.assert_readable(lease)
 
     @invariant()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import shutil
@@ -115,6 +116,39 @@ def test_what_one_process_commits_another_reads_byte_identical(
     assert client.probe(HASHES).tiers == (frozenset({Tier.DRAM}),) * len(HASHES)
     check_readable(client, HASHES)
     assert client.stage(HASHES).states == [StageState.PRESENT] * len(HASHES)
+
+
+def test_ranks_of_a_hybrid_model_read_only_their_windows(daemon: DaemonProcess) -> None:
+    """Full, window and state layers, one rank each; windows and states are stored where needed."""
+    groups = (
+        Group(GroupKind.FULL, 2, PART_BYTES),
+        Group(GroupKind.SLIDING_WINDOW, 2, PART_BYTES, window_tokens=3 * 16),
+        Group(GroupKind.MAMBA, 2, PART_BYTES),
+    )
+    namespace = replace(NAMESPACE, groups=groups)
+    hashes = block_hashes(namespace.id, TOKENS, 16)
+    first_needed = (0, 9, 11)
+    with contextlib.ExitStack() as ranks:
+        clients = [
+            ranks.enter_context(SyncClient(daemon.socket_path, namespace, part=part))
+            for part in range(3)
+        ]
+        for client, start in zip(clients, first_needed, strict=True):
+            parent = hashes[start - 1] if start else None
+            with client.stage(hashes[start:], parent=parent) as staged:
+                for i in staged.granted:
+                    staged.view(i)[:] = payload(hashes[start + i])
+                staged.commit()
+        for client, start in zip(clients, first_needed, strict=True):
+            assert client.probe(hashes).hit_blocks == 12
+            with client.acquire(hashes) as lease:
+                assert lease.usable_blocks == lease.ready_blocks == 12
+                assert [i for i in range(12) if lease.needs(i)] == list(range(start, 12))
+                for i in range(start, 12):
+                    lease.verify(i)
+                    assert bytes(lease.view(i)) == payload(hashes[i])
+                lease.check_integrity()
+            assert client.acquire(hashes[:11]).usable_blocks == 0, "the state is at 12 only"
 
 
 def test_engine_killed_between_stage_and_commit_leaves_nothing(

@@ -88,7 +88,7 @@ class AcquireRequest(_message.Message):
     def __init__(self, hashes: _Optional[bytes] = ..., policy: _Optional[_Union[AcquirePolicy, str]] = ..., deadline_seconds: _Optional[float] = ...) -> None: ...
 
 class AcquireResponse(_message.Message):
-    __slots__ = ("lease_id", "expires_in_seconds", "usable_blocks", "ready_blocks", "offsets", "checksums", "sources")
+    __slots__ = ("lease_id", "expires_in_seconds", "usable_blocks", "ready_blocks", "offsets", "checksums", "sources", "needed_from")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     EXPIRES_IN_SECONDS_FIELD_NUMBER: _ClassVar[int]
     USABLE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -96,6 +96,7 @@ class AcquireResponse(_message.Message):
     OFFSETS_FIELD_NUMBER: _ClassVar[int]
     CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
     SOURCES_FIELD_NUMBER: _ClassVar[int]
+    NEEDED_FROM_FIELD_NUMBER: _ClassVar[int]
     lease_id: int
     expires_in_seconds: float
     usable_blocks: int
@@ -103,7 +104,8 @@ class AcquireResponse(_message.Message):
     offsets: bytes
     checksums: bytes
     sources: bytes
-    def __init__(self, lease_id: _Optional[int] = ..., expires_in_seconds: _Optional[float] = ..., usable_blocks: _Optional[int] = ..., ready_blocks: _Optional[int] = ..., offsets: _Optional[bytes] = ..., checksums: _Optional[bytes] = ..., sources: _Optional[bytes] = ...) -> None: ...
+    needed_from: int
+    def __init__(self, lease_id: _Optional[int] = ..., expires_in_seconds: _Optional[float] = ..., usable_blocks: _Optional[int] = ..., ready_blocks: _Optional[int] = ..., offsets: _Optional[bytes] = ..., checksums: _Optional[bytes] = ..., sources: _Optional[bytes] = ..., needed_from: _Optional[int] = ...) -> None: ...
 
 class WaitRequest(_message.Message):
     __slots__ = ("lease_id", "from_block", "timeout_seconds")
@@ -116,18 +118,20 @@ class WaitRequest(_message.Message):
     def __init__(self, lease_id: _Optional[int] = ..., from_block: _Optional[int] = ..., timeout_seconds: _Optional[float] = ...) -> None: ...
 
 class WaitResponse(_message.Message):
-    __slots__ = ("usable_blocks", "ready_blocks", "offsets", "checksums", "sources")
+    __slots__ = ("usable_blocks", "ready_blocks", "offsets", "checksums", "sources", "needed_from")
     USABLE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     READY_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     OFFSETS_FIELD_NUMBER: _ClassVar[int]
     CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
     SOURCES_FIELD_NUMBER: _ClassVar[int]
+    NEEDED_FROM_FIELD_NUMBER: _ClassVar[int]
     usable_blocks: int
     ready_blocks: int
     offsets: bytes
     checksums: bytes
     sources: bytes
-    def __init__(self, usable_blocks: _Optional[int] = ..., ready_blocks: _Optional[int] = ..., offsets: _Optional[bytes] = ..., checksums: _Optional[bytes] = ..., sources: _Optional[bytes] = ...) -> None: ...
+    needed_from: int
+    def __init__(self, usable_blocks: _Optional[int] = ..., ready_blocks: _Optional[int] = ..., offsets: _Optional[bytes] = ..., checksums: _Optional[bytes] = ..., sources: _Optional[bytes] = ..., needed_from: _Optional[int] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
     __slots__ = ("lease_ids",)

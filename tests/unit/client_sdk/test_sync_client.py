@@ -159,6 +159,30 @@ def test_a_lease_shrinks_when_a_block_cannot_be_brought(
         lease.check_integrity()
 
 
+def test_blocks_outside_the_window_have_no_view(daemon: FakeDaemon, client: SyncClient) -> None:
+    store(client, HASHES)
+    daemon.ready_at_once = 0
+    daemon.needed_from = 6
+    whole = store_pb2.WaitResponse(
+        usable_blocks=3,
+        ready_blocks=3,
+        offsets=struct.pack("<QQQ", 0, 0, 4096),
+        checksums=bytes(24),
+        sources=bytes([3] * 3),
+        needed_from=2,
+    ).SerializeToString()
+    daemon.faults[Method.WAIT] = lambda frame: _with_payload(frame, whole)
+    with client.acquire(HASHES) as lease:
+        assert [lease.needs(i) for i in range(8)] == [False] * 6 + [True] * 2
+        assert lease.wait(8, 1.0) == 3
+        assert lease.needed_from == 2, "a shorter hit has another window"
+        assert len(lease.view(2)) == PART_BYTES
+        for read in (lease.view, lease.checksum, lease.verify):
+            with pytest.raises(InvalidRequestError, match="outside the window"):
+                read(1)
+        lease.check_integrity()
+
+
 def test_a_flipped_byte_is_found_by_verify(daemon: FakeDaemon, client: SyncClient) -> None:
     store(client, HASHES)
     daemon.flip_byte(HASHES[3])
@@ -485,6 +509,7 @@ def _grant(**changes: object) -> bytes:
         _grant(sources=b"\x63"),
         _grant(offsets=struct.pack("<Q", 64 * 4096 - PART_BYTES + 1)),
         _grant(offsets=struct.pack("<Q", 2**64 - 1)),
+        _grant(needed_from=2),
     ],
 )
 def test_lease_that_does_not_add_up_ends_the_session(

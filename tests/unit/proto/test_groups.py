@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from emberkv_proto.errors import InvalidRequestError
 from emberkv_proto.groups import needed_from, usable_blocks
 from emberkv_proto.layout import WINDOWED, Group, GroupKind
+from tests.helpers.naive_hits import is_needed, longest_hit
 
 FULL = Group(GroupKind.FULL, 1, 1)
 MAMBA = Group(GroupKind.MAMBA, 1, 1)
@@ -22,27 +23,6 @@ def chunk(tokens: int) -> Group:
 
 def row(text: str) -> list[bool]:
     return [letter == "#" for letter in text]
-
-
-def is_usable_naively(
-    groups: list[Group], block_tokens: int, held: list[list[bool]], length: int
-) -> bool:
-    """Token by token: is the block there of every token that the group may look at?"""
-    end = length * block_tokens
-    for group, is_held in zip(groups, held, strict=True):
-        for token in range(end):
-            block = token // block_tokens
-            if group.kind is GroupKind.SLIDING_WINDOW:
-                is_needed = token >= end - group.window_tokens
-            elif group.kind is GroupKind.CHUNKED_LOCAL:
-                is_needed = token // group.window_tokens == end // group.window_tokens
-            elif group.kind is GroupKind.MAMBA:
-                is_needed = token == end - 1
-            else:
-                is_needed = True
-            if is_needed and not is_held[block]:
-                return False
-    return True
 
 
 @st.composite
@@ -62,12 +42,7 @@ def test_the_longest_usable_length_is_the_naive_oracles(
     case: tuple[list[Group], int, list[list[bool]]],
 ) -> None:
     groups, block_tokens, held = case
-    usable = [
-        length
-        for length in range(len(held[0]) + 1)
-        if is_usable_naively(groups, block_tokens, held, length)
-    ]
-    assert usable_blocks(groups, block_tokens, held) == max(usable)
+    assert usable_blocks(groups, block_tokens, held) == longest_hit(groups, block_tokens, held)
 
 
 @given(st.sampled_from(GroupKind), st.integers(1, 40), st.integers(1, 9), st.integers(0, 40))
@@ -76,6 +51,8 @@ def test_what_is_needed_begins_later_the_longer_the_hit(
 ) -> None:
     group = Group(kind, 1, 1, tokens)
     first = needed_from(group, block_tokens, length)
+    for block in range(length):
+        assert (block >= first) == is_needed(group, block_tokens, length, block)
     assert 0 <= first <= length
     assert first <= needed_from(group, block_tokens, length + 1)
 
