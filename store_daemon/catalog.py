@@ -135,6 +135,8 @@ class Block:
     lane: int = NOWHERE
     rank: float = 0.0
     """Where the policy keeps it."""
+    turn: int = 0
+    """How many blocks before it in its chain had been used again when their child came."""
     depth: int = 0
     """Blocks before it in its chain, as far as they were known when it came."""
 
@@ -480,7 +482,9 @@ class BlockCatalog:
         parts = namespace.parts
         block = Block(block_hash, namespace, parent, [None] * parts, [None] * parts)
         before = self.blocks.get(parent) if parent is not None else None
-        block.depth = before.depth + 1 if before is not None else 0
+        if before is not None:
+            block.depth = before.depth + 1
+            block.turn = before.turn + (before.uses > 0)
         self.blocks[block_hash] = block
         return block
 

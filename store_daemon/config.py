@@ -58,7 +58,7 @@ class DramSection(Section):
     extent_bytes: Annotated[int, Field(ge=64 * 1024)] = 64 * MIB
     high_watermark: Annotated[float, Field(gt=0, le=1)] = 0.95
     low_watermark: Annotated[float, Field(gt=0, le=1)] = 0.90
-    policy: Literal["lru", "s3fifo", "arc", "cost"] = "lru"
+    policy: Literal["lru", "s3fifo", "arc", "cost", "reuse"] = "lru"
     """Which block goes first among those that may go: leaves that nobody holds."""
     populate: bool = True
     """Touch every page at start, so that a full /dev/shm is found then and not while serving."""

@@ -6,6 +6,7 @@ from store_daemon.policies.arc import ArcPolicy
 from store_daemon.policies.base import EvictionPolicy as EvictionPolicy
 from store_daemon.policies.cost import CostPolicy
 from store_daemon.policies.lru import LruPolicy
+from store_daemon.policies.reuse import ReusePolicy
 from store_daemon.policies.s3fifo import S3FifoPolicy
 
 POLICIES: dict[str, type[EvictionPolicy]] = {
@@ -13,5 +14,6 @@ POLICIES: dict[str, type[EvictionPolicy]] = {
     "s3fifo": S3FifoPolicy,
     "arc": ArcPolicy,
     "cost": CostPolicy,
+    "reuse": ReusePolicy,
 }
 """By the name that `dram.policy` uses."""
