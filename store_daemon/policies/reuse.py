@@ -27,7 +27,7 @@ FADE = 0.9
 """What of the past still counts after an epoch."""
 LEAST_EPOCH_BLOCKS = 1024
 MOST_EPOCHS = 200
-PRIOR_BLOCKS = 50.0
+PRIOR_BLOCKS = 200.0
 """So many blocks' worth of doubt: a class of which little is known behaves like all together."""
 FIRST_GUESS = 0.02
 MOST_HAZARD = 0.95

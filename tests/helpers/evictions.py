@@ -23,7 +23,7 @@ class EvictionDouble:
         self.queue = EvictionQueue(policy, lambda: self.now, self._count_failure)
         self.catalog = BlockCatalog(self.queue.offer, self.queue.entered, self.queue.left)
         self.own = StoredNamespace.of(namespace or small_namespace())
-        self._slots = SlotAllocator(65536, 64)
+        self._slots = SlotAllocator(65536, 1024)
         self._victims: list[BlockHash] = []
         self._chains: dict[tuple[int, int], list[BlockHash]] = {}
 

@@ -13,6 +13,7 @@ from store_daemon.policies.arc import FREQUENT, RECENT, ArcPolicy
 from store_daemon.policies.cost import CostPolicy
 from store_daemon.policies.ghosts import Ghosts
 from store_daemon.policies.lru import LruPolicy
+from store_daemon.policies.reuse import ReusePolicy
 from store_daemon.policies.s3fifo import MAIN, SMALL, S3FifoPolicy
 from tests.helpers.evictions import EvictionDouble
 from tests.helpers.store import small_namespace
@@ -136,3 +137,47 @@ def test_ghosts_stay_bounded_under_a_stream_of_new_blocks(name: str) -> None:
         double.now += 5
         double.request(double.hashes(session, 2), capacity=10)
         double.check()
+
+
+def test_reuse_learns_that_conversations_come_back_and_single_requests_do_not() -> None:
+    learned, lru = EvictionDouble(ReusePolicy()), EvictionDouble(LruPolicy())
+    hits = {}
+    for double in (learned, lru):
+        single = 1000
+        count = 0
+        for turn in range(100):
+            for conversation in range(6):
+                double.now += 5
+                chain = double.hashes(conversation, 1 + turn % 30)
+                count += sum(block_hash in double.catalog.blocks for block_hash in chain)
+                double.request(chain, capacity=200)
+            for _ in range(12):
+                double.now += 5
+                single += 1
+                double.request(double.hashes(single, 12), capacity=200)
+        double.check()
+        hits[double] = count
+    assert hits[learned] > 1.3 * hits[lru]
+
+
+class _Counting(LruPolicy):
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def order(self, block: Block) -> float:
+        self.calls += 1
+        return super().order(block)
+
+
+def test_a_victim_costs_the_same_with_many_blocks_as_with_few() -> None:
+    cost = {}
+    for sessions in (20, 2000):
+        policy = _Counting()
+        double = EvictionDouble(policy)
+        for session in range(sessions):
+            double.request(double.hashes(session, 1), capacity=10_000)
+        double.queue.touch(list(double.catalog.blocks.values())[:5])
+        policy.calls = 0
+        double.evict(15)
+        cost[sessions] = policy.calls
+    assert cost[2000] == cost[20]
