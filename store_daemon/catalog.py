@@ -124,6 +124,8 @@ class Block:
     leans: bool = False
     """Whether it counts as a child of its parent: it has, or is getting, a place in DRAM, and does
     not come from itself."""
+    takes_room: bool = False
+    """Whether it has, or is getting, a place in DRAM."""
     is_queued: bool = False
     """Whether the eviction queue holds it."""
     ticket: int = 0
@@ -449,7 +451,8 @@ class BlockCatalog:
             for part, slot in enumerate(block.slots):
                 assert not (slot is not None and block.writers >> part & 1)
                 assert slot is None or slot.extent.occupants[slot.number] is block
-            assert not block.leans or block.writers or any(block.slots)
+            assert block.takes_room == bool(block.writers or any(block.slots))
+            assert not block.leans or block.takes_room
             if block.leans and block.parent is not None:
                 children[block.parent] = children.get(block.parent, 0) + 1
             assert not self.is_evictable(block) or block.is_queued, "a victim nobody can find"
@@ -528,10 +531,12 @@ class BlockCatalog:
         """
         leans = not block.is_doomed and (bool(block.writers) or any(block.slots))
         parent_hash = block.parent
+        if leans is not block.takes_room:
+            block.takes_room = leans
+            (self._on_entered if leans else self._on_left)(block)
         if leans is block.leans or (leans and self._may_close_ring(block)):
             return
         block.leans = leans
-        (self._on_entered if leans else self._on_left)(block)
         if parent_hash is None:
             return
         if leans:

@@ -199,8 +199,7 @@ class EvictionQueue:
                 self._pop(heap)
                 self._forget(block)
             elif self._lane(block) != lane or self._order(block) != rank:
-                self._pop(heap)
-                self._push(block)
+                self._push(block)  # this entry counts no more
             else:
                 return heap[0]
         return None
@@ -211,7 +210,7 @@ class EvictionQueue:
 
     def _push(self, block: Block) -> None:
         """Queue the block where it belongs now; an entry it had counts no more."""
-        rank = self._order(block)
+        rank, lane = self._order(block), self._lane(block)
         self._tickets += 1
         if not block.is_queued:
             block.is_queued = True
@@ -221,7 +220,7 @@ class EvictionQueue:
         lanes = self._lanes.get(namespace_id)
         if lanes is None:
             lanes = self._lanes[namespace_id] = [[] for _ in range(self._policy.lanes)]
-        heapq.heappush(lanes[self._lane(block)], (rank, block.ticket, block))
+        heapq.heappush(lanes[lane], (rank, block.ticket, block))
         self._entries += 1
         if self._entries > 2 * self._candidates + MOST_SPARE_ENTRIES:
             self._clear_spare_entries()
@@ -241,7 +240,12 @@ class EvictionQueue:
         self._entries = self._candidates
 
     def _lane(self, block: Block) -> int:
-        return block.lane if self._policy.lanes > 1 else 0
+        lanes = self._policy.lanes
+        if lanes == 1:
+            return 0
+        if not 0 <= block.lane < lanes:
+            raise _PolicyFailedError(f"a candidate in lane {block.lane} of {lanes}")
+        return block.lane
 
     def _order(self, block: Block) -> float:
         try:

@@ -114,14 +114,28 @@ def test_a_touch_of_a_block_on_ssd_only_moves_nothing(make: Callable[[], Evictio
     assert double.queue.oldest_of_all(double.catalog.is_evictable) is block
 
 
+def test_a_forged_chain_that_bites_its_own_tail_can_go(
+    make: Callable[[], EvictionDouble],
+) -> None:
+    double = make()
+    first, second, third = double.hashes(0, 3)
+    for block_hash, parent in ((second, first), (third, second), (first, third)):
+        double.store(block_hash, parent)
+        double.check()
+    assert double.evict(10) == 3
+    assert not double.catalog.blocks
+    assert double.failures == 0
+    double.check()
+
+
 class _Broken(EvictionPolicy):
-    """Works like LRU in two lanes until a call of one kind comes for the tenth time."""
+    """Works like LRU in two lanes until a call of one kind comes for the `at`-th time."""
 
     lanes = 2
 
-    def __init__(self, call: str) -> None:
+    def __init__(self, call: str, at: int = 10) -> None:
         self._call = call
-        self._left = 10
+        self._left = at
 
     def _note(self, call: str) -> None:
         if call == self._call:
@@ -131,6 +145,8 @@ class _Broken(EvictionPolicy):
 
     def entered(self, block: Block) -> None:
         block.lane = block.hash[0] % 2
+        if self._call == "stray":
+            block.lane = 7
         self._note("entered")
 
     def touched(self, blocks: Sequence[Block]) -> None:
@@ -153,8 +169,23 @@ class _Broken(EvictionPolicy):
         return found
 
 
+@pytest.mark.parametrize("call", ["entered", "touched", "left", "order", "choose"])
+@pytest.mark.parametrize("at", range(1, 60, 7))
+def test_no_candidate_is_lost_at_whatever_call_a_policy_breaks(call: str, at: int) -> None:
+    double = EvictionDouble(_Broken(call, at))
+    for session in range(70):
+        double.now += 5
+        double.request(double.hashes(session % 7, 4 + session % 3, shared=2), capacity=12)
+        if double.failures:
+            double.check()
+    double.evict(1000)
+    assert not double.catalog.blocks
+    assert double.failures == 1
+    double.check()
+
+
 @pytest.mark.parametrize(
-    "call", ["entered", "touched", "left", "order", "choose", "undecided", "foreign"]
+    "call", ["entered", "touched", "left", "order", "choose", "undecided", "foreign", "stray"]
 )
 def test_a_policy_that_breaks_is_replaced_by_lru_and_counted_once(
     call: str, caplog: pytest.LogCaptureFixture

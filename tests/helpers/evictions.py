@@ -47,12 +47,16 @@ class EvictionDouble:
             if len(self.catalog.blocks) >= capacity and not self.evict(1):
                 break
             parent = blocks[-1].hash if blocks else None
-            block = self.catalog.begin_part(self.own, block_hash, parent, 0)
-            self.catalog.commit_part(block, 0, self._take())
+            block = self.store(block_hash, parent)
             self.catalog.pin(block)
             blocks.append(block)
         self.catalog.unpin(blocks)
         return blocks
+
+    def store(self, block_hash: BlockHash, parent: BlockHash | None) -> Block:
+        block = self.catalog.begin_part(self.own, block_hash, parent, 0)
+        self.catalog.commit_part(block, 0, self._take())
+        return block
 
     def evict(self, count: int) -> int:
         """Evict up to `count` blocks; each must be a leaf that nobody holds."""
