@@ -18,7 +18,7 @@ from benchmarks._figure import Figure
 from benchmarks._traces import Request, Trace, conversations, read_trace, traces_beside_checkout
 from emberkv_proto.layout import Group, GroupKind, Namespace
 from emberkv_proto.types import BlockHash
-from store_daemon.catalog import Block, StoredNamespace
+from store_daemon.block import Block, StoredNamespace
 from store_daemon.eviction import EvictionQueue
 from store_daemon.policies import POLICIES, EvictionPolicy
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from client_sdk.index_client import IndexClient
 from emberkv_proto.types import NodeId, Tier
-from store_daemon.catalog import StoredNamespace
+from store_daemon.block import StoredNamespace
 from store_daemon.config import DaemonSettings
 from store_daemon.files import write_durably
 from store_daemon.grpc_server import GrpcServer, OperatorCalls

@@ -15,7 +15,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from emberkv_proto.types import NamespaceId
-from store_daemon.catalog import Block, BlockCatalog
+from store_daemon.block import Block
+from store_daemon.catalog import BlockCatalog
 from store_daemon.policies.base import NOWHERE, EvictionPolicy
 from store_daemon.policies.lru import LruPolicy
 from store_daemon.tiers.slots import Extent, SizeClass

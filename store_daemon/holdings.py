@@ -9,7 +9,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
 from emberkv_proto.types import Tier
-from store_daemon.catalog import Block, BlockCatalog, Freed, StoredNamespace
+from store_daemon.block import Block, StoredNamespace
+from store_daemon.catalog import BlockCatalog, Freed
 from store_daemon.config import DramSection
 from store_daemon.eviction import EvictionQueue, choose_extent
 from store_daemon.policies import POLICIES

@@ -14,7 +14,7 @@ from typing import NewType
 
 from emberkv_proto.errors import LeaseExpiredError, PoolFullError, UnknownLeaseError
 from emberkv_proto.types import BlockHash, Source
-from store_daemon.catalog import Block, StoredNamespace
+from store_daemon.block import Block, StoredNamespace
 from store_daemon.needs import Needs
 
 LeaseId = NewType("LeaseId", int)

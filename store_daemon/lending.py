@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from emberkv_proto.errors import InvalidRequestError
 from emberkv_proto.types import AcquirePolicy, BlockHash, Source
-from store_daemon.catalog import Block, StoredNamespace
+from store_daemon.block import Block, StoredNamespace
 from store_daemon.holdings import Holdings
 from store_daemon.leases import (
     PEERS,

@@ -14,7 +14,7 @@ from emberkv_proto.groups import WHOLE_PREFIX, needed_from, usable_blocks
 from emberkv_proto.layout import Namespace
 
 if TYPE_CHECKING:
-    from store_daemon.catalog import Block
+    from store_daemon.block import Block
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from concurrent.futures import Executor
 
 from emberkv_proto.errors import CorruptionError
 from emberkv_proto.hashing import checksum
-from store_daemon.catalog import Block
+from store_daemon.block import Block
 from store_daemon.holdings import Holdings
 from store_daemon.tiers.slots import Slot
 from store_daemon.tiers.ssd import SsdRow, SsdTier

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from emberkv_proto.errors import InvalidRequestError
 from emberkv_proto.types import BlockHash, EngineInfo
-from store_daemon.catalog import Block, StoredNamespace
+from store_daemon.block import Block, StoredNamespace
 from store_daemon.leases import SessionId
 from store_daemon.tiers.slots import Slot
 

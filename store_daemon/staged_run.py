@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from emberkv_proto.errors import InvalidRequestError
 from emberkv_proto.types import BlockHash
-from store_daemon.catalog import Block, StoredNamespace
+from store_daemon.block import Block, StoredNamespace
 from store_daemon.holdings import Holdings
 from store_daemon.ports import PoolRange
 from store_daemon.tiers.slots import Slot

@@ -32,7 +32,7 @@ from emberkv_proto.types import (
     Tier,
     TierDigest,
 )
-from store_daemon.catalog import Block, StoredNamespace
+from store_daemon.block import Block, StoredNamespace
 from store_daemon.config import DaemonSettings
 from store_daemon.holdings import Holdings
 from store_daemon.leases import PEERS as PEERS

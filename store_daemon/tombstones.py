@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from store_daemon.tiers.slots import SizeClass
 
 if TYPE_CHECKING:
-    from store_daemon.catalog import Block
+    from store_daemon.block import Block
 
 MAX_SKIPPED = 64
 """Parts in use that one search moves out of its way."""

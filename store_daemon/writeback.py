@@ -10,7 +10,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field
 
 from emberkv_proto.hashing import checksum
-from store_daemon.catalog import Block
+from store_daemon.block import Block
 from store_daemon.holdings import Holdings
 from store_daemon.tiers.ssd import SsdFailure, SsdRecord, SsdRow, SsdTier
 

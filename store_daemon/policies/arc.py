@@ -9,7 +9,7 @@ from store_daemon.policies.base import EvictionPolicy
 from store_daemon.policies.ghosts import Ghosts
 
 if TYPE_CHECKING:
-    from store_daemon.catalog import Block
+    from store_daemon.block import Block
 
 RECENT, FREQUENT = 0, 1
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from store_daemon.policies.base import NOWHERE, EvictionPolicy
 
 if TYPE_CHECKING:
-    from store_daemon.catalog import Block
+    from store_daemon.block import Block
 
 EVEN_TOKENS = 50_000
 """Tokens of context at which a token's attention costs as much as all else of its layer.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from store_daemon.policies.base import EvictionPolicy
 
 if TYPE_CHECKING:
-    from store_daemon.catalog import Block
+    from store_daemon.block import Block
 
 
 class LruPolicy(EvictionPolicy):

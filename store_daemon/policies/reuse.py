@@ -16,7 +16,7 @@ from emberkv_proto.types import BlockHash
 from store_daemon.policies.base import NOWHERE, EvictionPolicy
 
 if TYPE_CHECKING:
-    from store_daemon.catalog import Block
+    from store_daemon.block import Block
 
 TURNS, USES = 4, 3
 """Classes: turns 0, 1, 2 and more; uses 0, 1 and more."""

@@ -22,7 +22,7 @@ from emberkv_proto.shm_layout import (
 from emberkv_proto.types import NamespaceId
 
 if TYPE_CHECKING:
-    from store_daemon.catalog import Block
+    from store_daemon.block import Block
 
 
 @dataclass(frozen=True, slots=True)

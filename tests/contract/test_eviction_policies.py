@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from emberkv_proto.types import BlockHash
-from store_daemon.catalog import Block
+from store_daemon.block import Block
 from store_daemon.policies import POLICIES, EvictionPolicy
 from store_daemon.policies.lru import LruPolicy
 from tests.helpers.evictions import EvictionDouble

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from emberkv_proto.layout import Namespace
 from emberkv_proto.types import BlockHash
-from store_daemon.catalog import Block, BlockCatalog, StoredNamespace
+from store_daemon.block import Block, StoredNamespace
+from store_daemon.catalog import BlockCatalog
 from store_daemon.eviction import EvictionQueue
 from store_daemon.policies import EvictionPolicy
 from store_daemon.tiers.slots import Slot, SlotAllocator

@@ -11,7 +11,7 @@ from emberkv_proto.events import BlocksRemoved, BlocksStored, Event
 from emberkv_proto.hashing import block_hashes, checksum
 from emberkv_proto.layout import Group, GroupKind, Namespace
 from emberkv_proto.types import BlockHash, Incarnation, Tier
-from store_daemon.catalog import StoredNamespace
+from store_daemon.block import StoredNamespace
 from store_daemon.config import DaemonSection, DaemonSettings, DramSection, NodeSection, SsdSection
 from store_daemon.leases import Lease
 from store_daemon.local_index import LocalIndex

@@ -9,7 +9,8 @@ from emberkv_proto.events import BlocksRemoved, BlocksStored
 from emberkv_proto.hashing import index_key
 from emberkv_proto.types import BlockHash, Tier
 from store_daemon import catalog
-from store_daemon.catalog import Block, BlockCatalog, StoredNamespace
+from store_daemon.block import Block, StoredNamespace
+from store_daemon.catalog import BlockCatalog
 from store_daemon.eviction import EvictionQueue, choose_extent
 from store_daemon.tiers.slots import Slot, SlotAllocator
 from store_daemon.tiers.ssd import SsdRow

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from emberkv_proto.errors import LeaseExpiredError, UnknownLeaseError
-from store_daemon.catalog import Block, StoredNamespace
+from store_daemon.block import Block, StoredNamespace
 from store_daemon.leases import Lease, LeaseTable, SessionId
 from tests.helpers.store import chain, small_namespace
 

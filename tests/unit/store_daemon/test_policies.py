@@ -6,7 +6,7 @@ import pytest
 
 from emberkv_proto.layout import Namespace
 from emberkv_proto.types import BlockHash
-from store_daemon.catalog import Block
+from store_daemon.block import Block
 from store_daemon.config import DramSection
 from store_daemon.policies import POLICIES
 from store_daemon.policies.arc import FREQUENT, RECENT, ArcPolicy

@@ -9,7 +9,7 @@ import pytest
 from emberkv_proto.errors import AccessDeniedError, PreflightError
 from emberkv_proto.shm_layout import STATE_OFFSET, SlotState, pack_state
 from emberkv_proto.types import Incarnation
-from store_daemon.catalog import StoredNamespace
+from store_daemon.block import StoredNamespace
 from store_daemon.config import DramSection
 from store_daemon.tiers.pool import Pool
 from store_daemon.tiers.slots import SizeClass
