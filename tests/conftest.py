@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 from collections.abc import Iterator
 
@@ -39,7 +40,9 @@ def _watch_for_left_tasks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def note_and_cancel(loop: asyncio.AbstractEventLoop) -> None:
         left.extend(
-            f"task {task.get_name()}: {task.get_coro()}" for task in asyncio.all_tasks(loop)
+            f"task {task.get_name()}: {task.get_coro()}"
+            for task in asyncio.all_tasks(loop)
+            if inspect.iscoroutine(task.get_coro())  # grpc's own are Cython's
         )
         cancel_all(loop)
 

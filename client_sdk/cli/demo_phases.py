@@ -25,6 +25,7 @@ USUAL_BLOCKS = 64
 KILL_AFTER = 10
 """Requests of the trace's second half that are answered before engine A is killed."""
 SETTLE_SECONDS = 20.0
+QUIET_POLLS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +120,7 @@ async def daemon_down_phase(run: DemoRun) -> BeforeKill:
     The prompts together fill engine A's own pool, so that later ones have to come from the store.
     """
     name = run.node_a.daemon.name
-    await settled(run)
-    before = await run.view(run.node_a)
+    before = (await settled(run))[run.node_a.node_id]
     with run.phase("daemon A down") as phase:
         chosen = least_in_dram(run, await run.holdings(run.prompts))
         run.console.print(f"  kill -9 {name}: {described(before)}")
@@ -147,7 +147,7 @@ async def daemon_back_phase(run: DemoRun, earlier: BeforeKill) -> None:
             return is_new and view.index_matches is True and bool(view.indexed.engines)
 
         seconds = await until(f"{name} announced again", is_announced, SETTLE_SECONDS)
-        after = await run.view(run.node_a)
+        after = (await settled(run))[run.node_a.node_id]
         run.console.print(f"  recovered {described(after)}, in the index after {seconds:.1f} s")
         for tier in (Tier.DRAM, Tier.SSD):
             had, has = blocks_in(before, tier), blocks_in(after, tier)
@@ -205,9 +205,9 @@ async def audit_phase(run: DemoRun) -> None:
     """At the end both daemons hold their invariants, and the index is right about them."""
     from client_sdk.cli.remote import daemon_problems
 
-    await settled(run)
+    views = await settled(run)
     for node in (run.node_a, run.node_b):
-        view = await run.view(node)
+        view = views[node.node_id]
         problems = await daemon_problems(node.grpc_address)
         run.report.expect(
             f"the invariants of {node.node_id} hold and the index equals its catalog",
@@ -260,14 +260,27 @@ def most_blocks(holdings: Sequence[Holding]) -> list[Holding]:
     return sorted(holdings, key=lambda h: h.blocks, reverse=True)
 
 
-async def settled(run: DemoRun) -> None:
-    """Wait until the index counts exactly what the running daemons hold."""
+async def settled(run: DemoRun) -> dict[str, NodeView]:
+    """Wait until the daemons are at rest and the index counts what they hold; return the views.
+
+    At rest: no event for a few polls, so that saves, writeback and trimming are over.
+    """
+    quiet_polls = 0
+    views: dict[str, NodeView] = {}
 
     async def is_settled() -> bool:
-        views = [await run.view(node) for node in (run.node_a, run.node_b)]
-        return all(view.index_matches is True for view in views)
+        nonlocal quiet_polls, views
+        earlier = {node_id: view.indexed.seq for node_id, view in views.items()}
+        views = {node.node_id: await run.view(node) for node in (run.node_a, run.node_b)}
+        is_quiet = all(
+            view.index_matches is True and view.indexed.seq == earlier.get(node_id)
+            for node_id, view in views.items()
+        )
+        quiet_polls = quiet_polls + 1 if is_quiet else 0
+        return quiet_polls >= QUIET_POLLS
 
     await until("the index equal to the daemons", is_settled, SETTLE_SECONDS)
+    return views
 
 
 async def until_announced(run: DemoRun) -> None:
