@@ -417,8 +417,10 @@ def test_tcp_idle_connection_the_owner_closed_is_replaced() -> None:
         reader.register(reader_pool.view)
         try:
             peer = reader.connect(owner.serve(lambda lease, offset, length: True))
-            for _ in range(3):
+            for number in range(3):
+                owner_pool.view[:10] = bytes([number + 1]) * 10
                 reader.read(peer, 1, [Segment(0, 0, 10)], 5.0, Cancellation())
+                assert bytes(reader_pool.view[:11]) == bytes([number + 1]) * 10 + b"\0"
                 time.sleep(0.2)
         finally:
             reader.shutdown()

@@ -170,8 +170,10 @@ def test_read_only_sides_and_doubled_pages_are_refused() -> None:
 
 
 def test_nothing_to_copy_is_nothing() -> None:
-    gather_from_pages(make_pages(), [], [])
-    scatter_into_pages([], make_pages(), [])
+    pages, untouched = make_pages(), make_pages()
+    gather_from_pages(pages, [], [])
+    scatter_into_pages([], pages, [])
+    assert np.array_equal(pages, untouched)
 
 
 @pytest.fixture
