@@ -140,12 +140,14 @@ class ReleaseRequest(_message.Message):
     def __init__(self, lease_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class StageRequest(_message.Message):
-    __slots__ = ("hashes", "parent")
+    __slots__ = ("hashes", "parent", "salt_id")
     HASHES_FIELD_NUMBER: _ClassVar[int]
     PARENT_FIELD_NUMBER: _ClassVar[int]
+    SALT_ID_FIELD_NUMBER: _ClassVar[int]
     hashes: bytes
     parent: bytes
-    def __init__(self, hashes: _Optional[bytes] = ..., parent: _Optional[bytes] = ...) -> None: ...
+    salt_id: bytes
+    def __init__(self, hashes: _Optional[bytes] = ..., parent: _Optional[bytes] = ..., salt_id: _Optional[bytes] = ...) -> None: ...
 
 class StageResponse(_message.Message):
     __slots__ = ("stage_id", "states", "offsets")
@@ -198,10 +200,18 @@ class PrefetchRequest(_message.Message):
     def __init__(self, hashes: _Optional[bytes] = ..., deadline_seconds: _Optional[float] = ...) -> None: ...
 
 class PrefetchResponse(_message.Message):
-    __slots__ = ("scheduled_blocks",)
+    __slots__ = ("scheduled_blocks", "prefetch_id")
     SCHEDULED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    PREFETCH_ID_FIELD_NUMBER: _ClassVar[int]
     scheduled_blocks: int
-    def __init__(self, scheduled_blocks: _Optional[int] = ...) -> None: ...
+    prefetch_id: int
+    def __init__(self, scheduled_blocks: _Optional[int] = ..., prefetch_id: _Optional[int] = ...) -> None: ...
+
+class CancelPrefetchRequest(_message.Message):
+    __slots__ = ("prefetch_id",)
+    PREFETCH_ID_FIELD_NUMBER: _ClassVar[int]
+    prefetch_id: int
+    def __init__(self, prefetch_id: _Optional[int] = ...) -> None: ...
 
 class StatusRequest(_message.Message):
     __slots__ = ()
@@ -269,6 +279,130 @@ class CheckResponse(_message.Message):
 class DrainRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class PinRequest(_message.Message):
+    __slots__ = ("namespace_id", "hashes", "ttl_seconds")
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    HASHES_FIELD_NUMBER: _ClassVar[int]
+    TTL_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    namespace_id: bytes
+    hashes: bytes
+    ttl_seconds: float
+    def __init__(self, namespace_id: _Optional[bytes] = ..., hashes: _Optional[bytes] = ..., ttl_seconds: _Optional[float] = ...) -> None: ...
+
+class PinResponse(_message.Message):
+    __slots__ = ("pinned_blocks", "pinned_bytes", "limit_bytes")
+    PINNED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    PINNED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    pinned_blocks: int
+    pinned_bytes: int
+    limit_bytes: int
+    def __init__(self, pinned_blocks: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., limit_bytes: _Optional[int] = ...) -> None: ...
+
+class UnpinRequest(_message.Message):
+    __slots__ = ("namespace_id", "hashes")
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    HASHES_FIELD_NUMBER: _ClassVar[int]
+    namespace_id: bytes
+    hashes: bytes
+    def __init__(self, namespace_id: _Optional[bytes] = ..., hashes: _Optional[bytes] = ...) -> None: ...
+
+class UnpinResponse(_message.Message):
+    __slots__ = ("unpinned_blocks",)
+    UNPINNED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    unpinned_blocks: int
+    def __init__(self, unpinned_blocks: _Optional[int] = ...) -> None: ...
+
+class EvictRequest(_message.Message):
+    __slots__ = ("tier", "namespace_id", "hashes", "bytes")
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    HASHES_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    tier: _common_pb2.Tier
+    namespace_id: bytes
+    hashes: bytes
+    bytes: int
+    def __init__(self, tier: _Optional[_Union[_common_pb2.Tier, str]] = ..., namespace_id: _Optional[bytes] = ..., hashes: _Optional[bytes] = ..., bytes: _Optional[int] = ...) -> None: ...
+
+class ClearRequest(_message.Message):
+    __slots__ = ("tier", "namespace_id")
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    tier: _common_pb2.Tier
+    namespace_id: bytes
+    def __init__(self, tier: _Optional[_Union[_common_pb2.Tier, str]] = ..., namespace_id: _Optional[bytes] = ...) -> None: ...
+
+class EvictResponse(_message.Message):
+    __slots__ = ("evicted_blocks", "freed_bytes", "kept_blocks")
+    EVICTED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    FREED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    KEPT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    evicted_blocks: int
+    freed_bytes: int
+    kept_blocks: int
+    def __init__(self, evicted_blocks: _Optional[int] = ..., freed_bytes: _Optional[int] = ..., kept_blocks: _Optional[int] = ...) -> None: ...
+
+class QuotaRequest(_message.Message):
+    __slots__ = ("salt_id", "dram_bytes", "ssd_bytes")
+    SALT_ID_FIELD_NUMBER: _ClassVar[int]
+    DRAM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SSD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    salt_id: bytes
+    dram_bytes: int
+    ssd_bytes: int
+    def __init__(self, salt_id: _Optional[bytes] = ..., dram_bytes: _Optional[int] = ..., ssd_bytes: _Optional[int] = ...) -> None: ...
+
+class QuotasRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class TenantUsage(_message.Message):
+    __slots__ = ("salt_id", "dram_bytes", "ssd_bytes", "dram_limit_bytes", "ssd_limit_bytes", "evicted_blocks")
+    SALT_ID_FIELD_NUMBER: _ClassVar[int]
+    DRAM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SSD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DRAM_LIMIT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SSD_LIMIT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    salt_id: bytes
+    dram_bytes: int
+    ssd_bytes: int
+    dram_limit_bytes: int
+    ssd_limit_bytes: int
+    evicted_blocks: int
+    def __init__(self, salt_id: _Optional[bytes] = ..., dram_bytes: _Optional[int] = ..., ssd_bytes: _Optional[int] = ..., dram_limit_bytes: _Optional[int] = ..., ssd_limit_bytes: _Optional[int] = ..., evicted_blocks: _Optional[int] = ...) -> None: ...
+
+class QuotasResponse(_message.Message):
+    __slots__ = ("tenants",)
+    TENANTS_FIELD_NUMBER: _ClassVar[int]
+    tenants: _containers.RepeatedCompositeFieldContainer[TenantUsage]
+    def __init__(self, tenants: _Optional[_Iterable[_Union[TenantUsage, _Mapping]]] = ...) -> None: ...
+
+class ScrubRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ScrubResponse(_message.Message):
+    __slots__ = ("records", "expected_seconds")
+    RECORDS_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    records: int
+    expected_seconds: float
+    def __init__(self, records: _Optional[int] = ..., expected_seconds: _Optional[float] = ...) -> None: ...
+
+class ReloadRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ReloadResponse(_message.Message):
+    __slots__ = ("changed", "needs_restart")
+    CHANGED_FIELD_NUMBER: _ClassVar[int]
+    NEEDS_RESTART_FIELD_NUMBER: _ClassVar[int]
+    changed: _containers.RepeatedScalarFieldContainer[str]
+    needs_restart: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, changed: _Optional[_Iterable[str]] = ..., needs_restart: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class PeerAcquireRequest(_message.Message):
     __slots__ = ("namespace_id", "hashes", "lease_seconds", "requester")

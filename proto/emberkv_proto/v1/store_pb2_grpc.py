@@ -45,6 +45,51 @@ class OperatorStub(object):
                 request_serializer=emberkv__proto_dot_v1_dot_store__pb2.CheckRequest.SerializeToString,
                 response_deserializer=emberkv__proto_dot_v1_dot_store__pb2.CheckResponse.FromString,
                 _registered_method=True)
+        self.Pin = channel.unary_unary(
+                '/emberkv.v1.Operator/Pin',
+                request_serializer=emberkv__proto_dot_v1_dot_store__pb2.PinRequest.SerializeToString,
+                response_deserializer=emberkv__proto_dot_v1_dot_store__pb2.PinResponse.FromString,
+                _registered_method=True)
+        self.Unpin = channel.unary_unary(
+                '/emberkv.v1.Operator/Unpin',
+                request_serializer=emberkv__proto_dot_v1_dot_store__pb2.UnpinRequest.SerializeToString,
+                response_deserializer=emberkv__proto_dot_v1_dot_store__pb2.UnpinResponse.FromString,
+                _registered_method=True)
+        self.Evict = channel.unary_unary(
+                '/emberkv.v1.Operator/Evict',
+                request_serializer=emberkv__proto_dot_v1_dot_store__pb2.EvictRequest.SerializeToString,
+                response_deserializer=emberkv__proto_dot_v1_dot_store__pb2.EvictResponse.FromString,
+                _registered_method=True)
+        self.Clear = channel.unary_unary(
+                '/emberkv.v1.Operator/Clear',
+                request_serializer=emberkv__proto_dot_v1_dot_store__pb2.ClearRequest.SerializeToString,
+                response_deserializer=emberkv__proto_dot_v1_dot_store__pb2.EvictResponse.FromString,
+                _registered_method=True)
+        self.SetQuota = channel.unary_unary(
+                '/emberkv.v1.Operator/SetQuota',
+                request_serializer=emberkv__proto_dot_v1_dot_store__pb2.QuotaRequest.SerializeToString,
+                response_deserializer=emberkv__proto_dot_v1_dot_common__pb2.Empty.FromString,
+                _registered_method=True)
+        self.Quotas = channel.unary_unary(
+                '/emberkv.v1.Operator/Quotas',
+                request_serializer=emberkv__proto_dot_v1_dot_store__pb2.QuotasRequest.SerializeToString,
+                response_deserializer=emberkv__proto_dot_v1_dot_store__pb2.QuotasResponse.FromString,
+                _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/emberkv.v1.Operator/Drain',
+                request_serializer=emberkv__proto_dot_v1_dot_store__pb2.DrainRequest.SerializeToString,
+                response_deserializer=emberkv__proto_dot_v1_dot_common__pb2.Empty.FromString,
+                _registered_method=True)
+        self.Scrub = channel.unary_unary(
+                '/emberkv.v1.Operator/Scrub',
+                request_serializer=emberkv__proto_dot_v1_dot_store__pb2.ScrubRequest.SerializeToString,
+                response_deserializer=emberkv__proto_dot_v1_dot_store__pb2.ScrubResponse.FromString,
+                _registered_method=True)
+        self.Reload = channel.unary_unary(
+                '/emberkv.v1.Operator/Reload',
+                request_serializer=emberkv__proto_dot_v1_dot_store__pb2.ReloadRequest.SerializeToString,
+                response_deserializer=emberkv__proto_dot_v1_dot_store__pb2.ReloadResponse.FromString,
+                _registered_method=True)
 
 
 class OperatorServicer(object):
@@ -62,6 +107,60 @@ class OperatorServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Pin(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Unpin(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Evict(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Clear(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetQuota(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Quotas(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Drain(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Scrub(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Reload(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_OperatorServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -74,6 +173,51 @@ def add_OperatorServicer_to_server(servicer, server):
                     servicer.Check,
                     request_deserializer=emberkv__proto_dot_v1_dot_store__pb2.CheckRequest.FromString,
                     response_serializer=emberkv__proto_dot_v1_dot_store__pb2.CheckResponse.SerializeToString,
+            ),
+            'Pin': grpc.unary_unary_rpc_method_handler(
+                    servicer.Pin,
+                    request_deserializer=emberkv__proto_dot_v1_dot_store__pb2.PinRequest.FromString,
+                    response_serializer=emberkv__proto_dot_v1_dot_store__pb2.PinResponse.SerializeToString,
+            ),
+            'Unpin': grpc.unary_unary_rpc_method_handler(
+                    servicer.Unpin,
+                    request_deserializer=emberkv__proto_dot_v1_dot_store__pb2.UnpinRequest.FromString,
+                    response_serializer=emberkv__proto_dot_v1_dot_store__pb2.UnpinResponse.SerializeToString,
+            ),
+            'Evict': grpc.unary_unary_rpc_method_handler(
+                    servicer.Evict,
+                    request_deserializer=emberkv__proto_dot_v1_dot_store__pb2.EvictRequest.FromString,
+                    response_serializer=emberkv__proto_dot_v1_dot_store__pb2.EvictResponse.SerializeToString,
+            ),
+            'Clear': grpc.unary_unary_rpc_method_handler(
+                    servicer.Clear,
+                    request_deserializer=emberkv__proto_dot_v1_dot_store__pb2.ClearRequest.FromString,
+                    response_serializer=emberkv__proto_dot_v1_dot_store__pb2.EvictResponse.SerializeToString,
+            ),
+            'SetQuota': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetQuota,
+                    request_deserializer=emberkv__proto_dot_v1_dot_store__pb2.QuotaRequest.FromString,
+                    response_serializer=emberkv__proto_dot_v1_dot_common__pb2.Empty.SerializeToString,
+            ),
+            'Quotas': grpc.unary_unary_rpc_method_handler(
+                    servicer.Quotas,
+                    request_deserializer=emberkv__proto_dot_v1_dot_store__pb2.QuotasRequest.FromString,
+                    response_serializer=emberkv__proto_dot_v1_dot_store__pb2.QuotasResponse.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=emberkv__proto_dot_v1_dot_store__pb2.DrainRequest.FromString,
+                    response_serializer=emberkv__proto_dot_v1_dot_common__pb2.Empty.SerializeToString,
+            ),
+            'Scrub': grpc.unary_unary_rpc_method_handler(
+                    servicer.Scrub,
+                    request_deserializer=emberkv__proto_dot_v1_dot_store__pb2.ScrubRequest.FromString,
+                    response_serializer=emberkv__proto_dot_v1_dot_store__pb2.ScrubResponse.SerializeToString,
+            ),
+            'Reload': grpc.unary_unary_rpc_method_handler(
+                    servicer.Reload,
+                    request_deserializer=emberkv__proto_dot_v1_dot_store__pb2.ReloadRequest.FromString,
+                    response_serializer=emberkv__proto_dot_v1_dot_store__pb2.ReloadResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -130,6 +274,249 @@ class Operator(object):
             '/emberkv.v1.Operator/Check',
             emberkv__proto_dot_v1_dot_store__pb2.CheckRequest.SerializeToString,
             emberkv__proto_dot_v1_dot_store__pb2.CheckResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Pin(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/emberkv.v1.Operator/Pin',
+            emberkv__proto_dot_v1_dot_store__pb2.PinRequest.SerializeToString,
+            emberkv__proto_dot_v1_dot_store__pb2.PinResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Unpin(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/emberkv.v1.Operator/Unpin',
+            emberkv__proto_dot_v1_dot_store__pb2.UnpinRequest.SerializeToString,
+            emberkv__proto_dot_v1_dot_store__pb2.UnpinResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Evict(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/emberkv.v1.Operator/Evict',
+            emberkv__proto_dot_v1_dot_store__pb2.EvictRequest.SerializeToString,
+            emberkv__proto_dot_v1_dot_store__pb2.EvictResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Clear(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/emberkv.v1.Operator/Clear',
+            emberkv__proto_dot_v1_dot_store__pb2.ClearRequest.SerializeToString,
+            emberkv__proto_dot_v1_dot_store__pb2.EvictResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetQuota(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/emberkv.v1.Operator/SetQuota',
+            emberkv__proto_dot_v1_dot_store__pb2.QuotaRequest.SerializeToString,
+            emberkv__proto_dot_v1_dot_common__pb2.Empty.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Quotas(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/emberkv.v1.Operator/Quotas',
+            emberkv__proto_dot_v1_dot_store__pb2.QuotasRequest.SerializeToString,
+            emberkv__proto_dot_v1_dot_store__pb2.QuotasResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/emberkv.v1.Operator/Drain',
+            emberkv__proto_dot_v1_dot_store__pb2.DrainRequest.SerializeToString,
+            emberkv__proto_dot_v1_dot_common__pb2.Empty.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Scrub(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/emberkv.v1.Operator/Scrub',
+            emberkv__proto_dot_v1_dot_store__pb2.ScrubRequest.SerializeToString,
+            emberkv__proto_dot_v1_dot_store__pb2.ScrubResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Reload(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/emberkv.v1.Operator/Reload',
+            emberkv__proto_dot_v1_dot_store__pb2.ReloadRequest.SerializeToString,
+            emberkv__proto_dot_v1_dot_store__pb2.ReloadResponse.FromString,
             options,
             channel_credentials,
             insecure,
