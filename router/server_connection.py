@@ -206,6 +206,8 @@ class ServerConnection(asyncio.Protocol):
                 if value.lower() != b"100-continue":
                     raise _Refusal(error_response(417, "only Expect: 100-continue is known"))
                 self._wants_continue = True
+            if name == b"transfer-encoding" and value.strip().lower() != b"chunked":
+                raise _Refusal(error_response(501, "only Transfer-Encoding: chunked is known"))
         self._send_continue()
 
     def on_body(self, body: bytes) -> None:

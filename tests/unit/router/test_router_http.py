@@ -141,6 +141,18 @@ async def test_malformed_http_is_400_and_closed_without_asking_an_engine(raw: by
         assert not engine.requests
 
 
+@pytest.mark.parametrize("coding", [b"gzip, chunked", b"gzip", b"identity, chunked"])
+async def test_a_transfer_coding_that_is_not_known_is_501(coding: bytes) -> None:
+    async with FakeEngine().serving() as engine, running_router(engine.url) as router:
+        async with connected(router.port) as client:
+            client.send(
+                b"POST /v1/completions HTTP/1.1\r\nTransfer-Encoding: " + coding + b"\r\n\r\n"
+            )
+            assert (await client.read()).status == 501
+            assert await client.is_closed()
+        assert not engine.requests
+
+
 async def test_an_error_waits_for_the_responses_before_it() -> None:
     async with (
         FakeEngine().serving() as engine,
