@@ -12,7 +12,7 @@ from __future__ import annotations
 import mmap
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,10 +66,9 @@ class AttachedPool:
         """Whether one part at `offset` lies within the pool."""
         return 0 <= offset <= self.pool_bytes - self.part_bytes
 
-    def holds_all(self, offsets: Iterable[int]) -> bool:
+    def holds_all(self, offsets: Sequence[int]) -> bool:
         """`holds` for each of many."""
-        known = list(offsets)
-        return not known or (self.holds(min(known)) and self.holds(max(known)))
+        return not offsets or (self.holds(min(offsets)) and self.holds(max(offsets)))
 
     def writable(self, offset: int) -> memoryview:
         """The part's bytes at `offset`. Raises InvalidRequestError outside the pool."""

@@ -251,7 +251,7 @@ class StagedBlocks:
         self._uncommitted = {i for i, s in enumerate(self.states) if s is StageState.GRANTED}
         if bool(self._uncommitted) != bool(self._id):
             raise SessionLostError("a stage without slots has an id, or slots have none")
-        if not session.pool.holds_all(self._offsets[i] for i in self._uncommitted):
+        if not session.pool.holds_all([self._offsets[i] for i in self._uncommitted]):
             raise SessionLostError("a staged slot lies outside the pool")
         self._is_open = bool(self._uncommitted)
         if self._is_open:
@@ -302,7 +302,7 @@ class StagedBlocks:
     def check_integrity(self) -> None:
         """Assert that what is uncommitted was granted and lies in the pool."""
         assert all(self.states[i] is StageState.GRANTED for i in self._uncommitted)
-        assert self._session.pool.holds_all(self._offsets[i] for i in self._uncommitted)
+        assert self._session.pool.holds_all([self._offsets[i] for i in self._uncommitted])
         assert self._is_open or not self._uncommitted, "closed with uncommitted blocks"
 
     def __del__(self) -> None:

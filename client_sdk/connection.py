@@ -22,7 +22,7 @@ from client_sdk.session import (
     open_session,
 )
 from emberkv_proto.errors import EmberError, StaleIncarnationError, UnavailableError
-from emberkv_proto.v1 import common_pb2, store_pb2
+from emberkv_proto.v1 import store_pb2
 from emberkv_proto.wire import Method
 
 B = TypeVar("B")
@@ -139,11 +139,20 @@ class Connection:
                 raise
 
     def tell(self, session: SessionState, method: Method, request: Message) -> None:
-        """Tell the daemon that something ended. If it is away, that has ended by itself."""
-        try:
-            self.call_on(session, method, request, common_pb2.Empty)
-        except (UnavailableError, StaleIncarnationError):
-            return  # counted already
+        """Tell the daemon that something ended. If it is away, that has ended by itself.
+
+        Does not wait for the answer; a refusal is counted as an error with the next call.
+        """
+        with self._lock:
+            own = self.session
+            if own is None or own is not session:
+                return
+            self.counters.calls += 1
+            try:
+                own.tell(method, request, self._timeout_seconds)
+            except SessionLostError as error:
+                self.counters.errors += 1
+                self.lose(own, str(error))
 
     def heartbeat(self) -> None:
         """Renew leases and stages. Raises as `call`."""
@@ -257,6 +266,9 @@ class Connection:
         except EmberError:
             self.counters.errors += 1
             raise
+        if session.refused_tells:
+            self.counters.errors += session.refused_tells
+            session.refused_tells = 0
         self._backoff.succeeded()
         return result
 

@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from array import array
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -20,6 +21,7 @@ from weakref import WeakSet
 from google.protobuf.message import DecodeError, Message
 
 from client_sdk.attached_pool import AttachedPool
+from client_sdk.frame_socket import FrameSocket
 from emberkv_proto import __version__
 from emberkv_proto.convert import engine_to_wire, namespace_id_from_wire
 from emberkv_proto.errors import (
@@ -39,6 +41,8 @@ from emberkv_proto.wire import HEADER, PROTOCOL, FrameHeader, Method, pack_frame
 MAX_SOCKET_PATH_BYTES = 107
 _READ_BYTES = 64 * 1024
 _MAX_DESCRIPTORS = 4
+MAX_OWED_ANSWERS = 64
+"""Most answers left unread: well below what a socket's buffer holds, so nobody ever blocks."""
 M = TypeVar("M", bound=Message)
 
 
@@ -186,13 +190,27 @@ class SessionState:
         self._sock.close()
 
 
+@dataclass(frozen=True, slots=True)
+class _Owed:
+    """A request that was told, and not answered yet as far as we have read."""
+
+    method: Method
+    request_id: int
+
+
 class Session(SessionState):
-    """A session on a blocking socket. `call` belongs to one thread at a time."""
+    """A session that one thread at a time waits on.
+
+    The daemon answers in order, so what is told (`tell`) is done before what is called later.
+    """
 
     def __init__(self, sock: socket.socket, terms: Terms, pool: AttachedPool | None) -> None:
         super().__init__(sock, terms, pool)
+        self.refused_tells = 0
+        """How often the daemon refused what it was told."""
         self._last_request_id = 0
-        self._buffer = bytearray(_READ_BYTES)
+        self._frames = FrameSocket(sock)
+        self._owed: deque[_Owed] = deque()
 
     def call(self, method: Method, request: Message, answer: type[M], seconds: float) -> M:
         """Send one request and read its answer within `seconds`.
@@ -201,31 +219,63 @@ class Session(SessionState):
             SessionLostError: broken, too late or malformed; the caller retires the session.
             EmberError: what the daemon answered.
         """
-        request_id = self._last_request_id = (self._last_request_id + 1) & 0xFFFFFFFF
-        frame = pack_frame(method, request_id, request.SerializeToString())
+        sent = self._number(method)
+        frame = pack_frame(method, sent.request_id, request.SerializeToString())
         deadline = time.monotonic() + seconds
         try:
-            self._sock.settimeout(seconds)
-            self._sock.sendall(frame)
-            self._sock.settimeout(max(deadline - time.monotonic(), 1e-4))
-            received = self._sock.recv_into(self._buffer)
-            buffer = self._buffer
-            while (missing := missing_bytes(buffer, received)) > 0:
-                if received + missing > len(buffer):
-                    buffer = buffer + bytearray(received + missing - len(buffer))
-                self._sock.settimeout(max(deadline - time.monotonic(), 1e-4))
-                count = self._sock.recv_into(memoryview(buffer)[received : received + missing])
-                received = received + count if count else _hung_up()
-        except TimeoutError:
-            raise SessionLostError(
-                f"the daemon of node {self.terms.node_id} did not answer {method.name} within"
+            self._frames.send(frame, deadline)
+            while self._owed:
+                self._settle(deadline)
+            received = self._frames.receive(deadline)
+        except (FrameError, OSError) as error:
+            raise self._lost(error, method, seconds) from None
+        _check_match(received.header, sent.method, sent.request_id)
+        if self._frames.has_unread:
+            raise SessionLostError("the daemon sent more bytes than one answer")
+        return read_payload(received.header, received.payload, answer)
+
+    def tell(self, method: Method, request: Message, seconds: float) -> None:
+        """Send one request and leave its answer to be read with the next call's.
+
+        Takes a wait of at most `seconds` when MAX_OWED_ANSWERS are unread. Raises SessionLostError.
+        """
+        sent = self._number(method)
+        frame = pack_frame(method, sent.request_id, request.SerializeToString())
+        deadline = time.monotonic() + seconds
+        try:
+            self._frames.send(frame, deadline)
+            self._owed.append(sent)
+            while len(self._owed) >= MAX_OWED_ANSWERS:
+                self._settle(deadline)
+        except (FrameError, OSError) as error:
+            raise self._lost(error, method, seconds) from None
+
+    def _number(self, method: Method) -> _Owed:
+        self._last_request_id = (self._last_request_id + 1) & 0xFFFFFFFF
+        return _Owed(method, self._last_request_id)
+
+    def _settle(self, deadline: float) -> None:
+        """Read the answer that has been owed longest."""
+        received = self._frames.receive(deadline)
+        owed = self._owed.popleft()
+        _check_match(received.header, owed.method, owed.request_id)
+        try:
+            read_payload(received.header, received.payload, common_pb2.Empty)
+        except SessionLostError:
+            raise
+        except EmberError:
+            self.refused_tells += 1  # nobody waits for it
+
+    def _lost(self, error: Exception, method: Method, seconds: float) -> SessionLostError:
+        node = self.terms.node_id
+        if isinstance(error, TimeoutError):
+            return SessionLostError(
+                f"the daemon of node {node} did not answer {method.name} within"
                 f" {seconds:.2f} s; the session is closed"
-            ) from None
-        except OSError as error:
-            raise SessionLostError(
-                f"the daemon of node {self.terms.node_id} went away: {error}"
-            ) from None
-        return read_answer(memoryview(buffer)[:received], method, request_id, answer)
+            )
+        if isinstance(error, FrameError):
+            return SessionLostError(f"the daemon sent a malformed frame: {error}")
+        return SessionLostError(f"the daemon of node {node} went away: {error}")
 
 
 def open_session(endpoint: Endpoint, seconds: float) -> Session:
@@ -285,7 +335,7 @@ def receive_with_descriptors(sock: socket.socket, descriptors: list[int]) -> byt
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             descriptors.extend(array("i", data[: len(data) - len(data) % 4]))
     if not chunk or flags & socket.MSG_CTRUNC:
-        _hung_up()
+        raise ConnectionResetError("it closed the connection")
     return chunk
 
 
@@ -337,15 +387,20 @@ def read_answer(frame: memoryview, method: Method, request_id: int, answer: type
     header = _header(frame)
     if len(frame) != HEADER.size + header.payload_bytes:
         raise SessionLostError(f"the daemon sent {len(frame)} bytes where one answer was due")
+    _check_match(header, method, request_id)
+    return read_payload(header, frame[HEADER.size :], answer)
+
+
+def _check_match(header: FrameHeader, method: Method, request_id: int) -> None:
+    """Raises SessionLostError unless it is the answer to this request."""
     if header.method is not method or header.request_id != request_id:
         raise SessionLostError(
             f"the daemon answered {header.method.name} {header.request_id}"
             f" to {method.name} {request_id}"
         )
-    return read_payload(header, frame[HEADER.size :], answer)
 
 
-def read_payload(header: FrameHeader, payload: memoryview, answer: type[M]) -> M:
+def read_payload(header: FrameHeader, payload: bytes | memoryview, answer: type[M]) -> M:
     """As `read_answer`, once the frame is matched to its request."""
     try:
         if header.status:
@@ -394,7 +449,3 @@ def missing_bytes(raw: bytes | bytearray, received: int) -> int:
     if received < HEADER.size:
         return HEADER.size - received if received else 1
     return HEADER.size + _header(raw).payload_bytes - received
-
-
-def _hung_up() -> int:
-    raise ConnectionResetError("it closed the connection")

@@ -34,6 +34,7 @@ from emberkv_proto.v1 import common_pb2, index_pb2
 from emberkv_proto.wire import MAX_BLOCKS_PER_CALL
 
 U64 = np.dtype("<u8")
+_HASH = np.dtype((np.void, BLOCK_HASH_BYTES))
 MAX_KEYS_PER_MESSAGE = 1 << 20
 MAX_ENGINE_BYTES = 4096
 """Of one engine's description, so that a node's report with all of them fits a message."""
@@ -54,7 +55,7 @@ def hashes_from_wire(packed: bytes) -> list[BlockHash]:
         raise InvalidRequestError(
             f"hashes has {len(packed)} bytes; wanted 32 for each of at most {MAX_BLOCKS_PER_CALL}"
         )
-    hashes = [BlockHash(packed[i : i + 32]) for i in range(0, len(packed), 32)]
+    hashes: list[BlockHash] = np.frombuffer(packed, _HASH).tolist() if count else []
     if len(set(hashes)) != count:
         raise InvalidRequestError("hashes names a block twice; no chain does")
     return hashes

@@ -10,8 +10,8 @@ as SCM_RIGHTS, together with the first byte of its frame.
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 from google.protobuf.message import Message
 
@@ -58,8 +58,12 @@ METHODS: dict[Method, tuple[type[Message], type[Message]]] = {
 """Method -> (request, response)."""
 
 
-@dataclass(frozen=True, slots=True)
-class FrameHeader:
+_METHODS_BY_NUMBER = {int(method): method for method in Method}  # faster than Method(number)
+
+
+class FrameHeader(NamedTuple):
+    """What stands before a payload. One is made for each frame: a tuple costs a third."""
+
     payload_bytes: int
     method: Method
     status: int
@@ -73,12 +77,12 @@ def pack_frame(method: Method, request_id: int, payload: bytes, status: int = 0)
     return HEADER.pack(len(payload), method, status, request_id) + payload
 
 
-def unpack_header(raw: bytes | memoryview) -> FrameHeader:
-    """Raises FrameError on an unknown method or a length over the limit."""
-    length, method, status, request_id = HEADER.unpack(raw)
+def unpack_header(raw: bytes | bytearray | memoryview, start: int = 0) -> FrameHeader:
+    """The header at `start`. Raises FrameError on an unknown method or a length over the limit."""
+    length, number, status, request_id = HEADER.unpack_from(raw, start)
     if length > MAX_FRAME_BYTES:
         raise FrameError(f"frame of {length} bytes is over the limit of {MAX_FRAME_BYTES}")
-    try:
-        return FrameHeader(length, Method(method), status, request_id)
-    except ValueError:
-        raise FrameError(f"method {method} is unknown to protocol {PROTOCOL}") from None
+    method = _METHODS_BY_NUMBER.get(number)
+    if method is None:
+        raise FrameError(f"method {number} is unknown to protocol {PROTOCOL}")
+    return FrameHeader(length, method, status, request_id)

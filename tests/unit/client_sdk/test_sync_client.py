@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from client_sdk import OperatorClient, SyncClient
+from client_sdk.session import MAX_OWED_ANSWERS
 from emberkv_proto.errors import (
     AccessDeniedError,
     CorruptionError,
@@ -115,7 +116,56 @@ def test_second_release_is_refused_and_views_end_with_the_first(
         lease.release()
     with pytest.raises(UnknownLeaseError):
         lease.view(0)
+    client.heartbeat()  # a release is not waited for; what is called later comes after it
     assert len(daemon.released) == 1
+
+
+def test_release_does_not_wait_for_its_answer_and_a_refusal_is_counted_later(
+    daemon: FakeDaemon, client: SyncClient
+) -> None:
+    store(client, HASHES)
+    daemon.refuse[Method.RELEASE] = UnknownLeaseError("not held")
+    client.acquire(HASHES).release()
+    assert client.probe(HASHES).hit_blocks == len(HASHES)
+    assert client.counters.errors == 1
+    assert client.is_connected
+
+
+def test_a_daemon_that_never_answers_releases_costs_one_timeout_and_the_session(
+    daemon: FakeDaemon, client: SyncClient
+) -> None:
+    daemon.heartbeat_seconds = 60.0  # a heartbeat would find out too
+    store(client, HASHES)
+    leases = [client.acquire(HASHES) for _ in range(MAX_OWED_ANSWERS)]
+    daemon.faults[Method.RELEASE] = lambda frame: None
+    for lease in leases[:-1]:
+        lease.release()
+    assert client.is_connected
+    leases[-1].release()
+    assert not client.is_connected
+    assert client.counters.errors == 1
+
+
+def test_an_answer_to_a_release_that_nobody_told_ends_the_session(
+    daemon: FakeDaemon, client: SyncClient
+) -> None:
+    store(client, HASHES)
+    daemon.faults[Method.RELEASE] = lambda frame: frame + frame
+    client.acquire(HASHES).release()
+    with pytest.raises(UnavailableError):
+        client.probe(HASHES)
+    assert not client.is_connected
+
+
+def test_many_releases_in_a_row_keep_their_answers_apart(
+    daemon: FakeDaemon, client: SyncClient
+) -> None:
+    store(client, HASHES)
+    for lease in [client.acquire(HASHES) for _ in range(3 * MAX_OWED_ANSWERS)]:
+        lease.release()
+    assert client.probe(HASHES).hit_blocks == len(HASHES)
+    assert len(daemon.released) == 3 * MAX_OWED_ANSWERS
+    client.check_integrity()
 
 
 def test_wait_brings_blocks_one_after_the_other(daemon: FakeDaemon, client: SyncClient) -> None:
