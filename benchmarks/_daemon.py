@@ -9,17 +9,32 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from client_sdk import OperatorClient
 from emberkv_proto.errors import EmberError
 
 START_SECONDS = 30.0
+_PROCESS_CPU_CLOCK = 2
+"""As clock_getcpuclockid(3) makes a clock's number of a process id."""
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """A daemon that serves."""
+
+    socket_path: Path
+    pid: int
+
+    def cpu_seconds(self) -> float:
+        """CPU time of all its threads; nanoseconds, where /proc counts hundredths of a second."""
+        return time.clock_gettime((~self.pid << 3) | _PROCESS_CPU_CLOCK)
 
 
 @contextmanager
-def running_daemon(dram_bytes: int, extent_bytes: int) -> Iterator[Path]:
-    """Give the socket path of a serving daemon without SSD; end it and its files afterwards."""
+def running_daemon(dram_bytes: int, extent_bytes: int) -> Iterator[Serving]:
+    """Give a serving daemon without SSD; end it and its files afterwards."""
     pool = Path("/dev/shm") / f"emberkv-bench-{os.getpid()}"  # noqa: S108
     with tempfile.TemporaryDirectory(prefix="emberkv-bench-") as name:
         directory = Path(name)
@@ -38,7 +53,7 @@ def running_daemon(dram_bytes: int, extent_bytes: int) -> Iterator[Path]:
         process = subprocess.Popen([sys.executable, "-m", "store_daemon", *arguments])
         try:
             _wait_until_serving(process, socket_path)
-            yield socket_path
+            yield Serving(socket_path, process.pid)
         finally:
             process.terminate()
             process.wait(START_SECONDS)

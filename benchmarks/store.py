@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import os
-import socket
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,13 +11,13 @@ import numpy.typing as npt
 
 from benchmarks._daemon import running_daemon
 from benchmarks._figure import Figure, Options, main, medians_seconds
+from benchmarks._round_trips import round_trips
 from client_sdk import SyncClient
 from emberkv_proto.hashing import block_hashes, checksum
 from emberkv_proto.layout import Group, GroupKind, KvLayout, Namespace
 from emberkv_proto.types import AcquirePolicy, BlockHash
 
 MIB = 1 << 20
-Echo = Callable[[bytes], bytes]
 BATCH = 32
 PART_BYTES = MIB
 DRAM_BYTES = 256 * MIB
@@ -43,8 +40,12 @@ def parts_of(buffer: npt.NDArray[np.uint8]) -> list[memoryview]:
 
 
 def measure(options: Options) -> Sequence[Figure]:
-    with running_daemon(DRAM_BYTES, 64 * MIB) as path:
-        return [*_copies(path, options), *_round_trips(path, options)]
+    trips = namespace_of(4096, "bench-round-trips")
+    with running_daemon(DRAM_BYTES, 64 * MIB) as serving:
+        return [
+            *_copies(serving.socket_path, options),
+            *round_trips(serving, trips, lambda blocks: fresh_chain(trips, blocks), options),
+        ]
 
 
 def _copies(path: Path, options: Options) -> Iterator[Figure]:
@@ -89,71 +90,6 @@ def _copies(path: Path, options: Options) -> Iterator[Figure]:
             repeats,
             at_least=at_least,
         )
-
-
-def _round_trips(path: Path, options: Options) -> Iterator[Figure]:
-    namespace = namespace_of(4096, "bench-round-trips")
-    repeats = options.repeats(5000, 1000)
-    with SyncClient(path, namespace, timeout_seconds=10.0) as client:
-        chain = fresh_chain(namespace, 128)
-        with client.stage(chain) as write:
-            write.commit()
-
-        def acquire(blocks: int) -> Callable[[], None]:
-            asked = chain[:blocks]
-
-            def once() -> None:
-                client.acquire(asked, policy=AcquirePolicy.BEST_EFFORT).release()
-
-            return once
-
-        for blocks, at_most in ((1, 4.0), (128, 12.0)):
-            # An acquire and its release are two round trips; so are two echoes.
-            with _echo_server() as echo:
-                request = bytes(32 * blocks + 24)
-
-                def echoes(echo: Echo = echo, request: bytes = request) -> None:
-                    echo(request)
-                    echo(request[:24])
-
-                ours, bare = medians_seconds([acquire(blocks), echoes], repeats)
-            yield Figure(
-                f"acquire_and_release_{blocks}_blocks",
-                ours * 1e6,
-                "us",
-                "two bare AF_UNIX echoes of the same bytes to a thread",
-                bare * 1e6,
-                repeats,
-                at_most=at_most,
-            )
-
-
-@contextmanager
-def _echo_server() -> Iterator[Echo]:
-    """A blocking echo in a thread; gives a function that sends bytes and reads them back."""
-    near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-
-    def serve() -> None:
-        while data := far.recv(1 << 20):
-            far.sendall(data)
-
-    thread = threading.Thread(target=serve)
-    thread.start()
-
-    def echo(data: bytes) -> bytes:
-        near.sendall(data)
-        received = b""
-        while len(received) < len(data):
-            received += near.recv(1 << 20)
-        return received
-
-    try:
-        yield echo
-    finally:
-        near.shutdown(socket.SHUT_RDWR)
-        thread.join(5.0)
-        near.close()
-        far.close()
 
 
 if __name__ == "__main__":

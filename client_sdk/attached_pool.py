@@ -9,9 +9,11 @@ Copies are of bytes, so every dtype goes; tensors of torch are used in place, on
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +28,9 @@ Array = Any
 Pages = Any
 """One `Array` of all layers, one `Array` of a single layer, or a sequence of those."""
 
+PREFAULT_CHUNK_BYTES = 64 << 20
+"""How much is mapped by one system call, so that a deadline is kept."""
+_MADV_POPULATE_WRITE = 23
 PIN_CHUNK_BYTES = 64 << 30
 """The most that is registered with CUDA by one call."""
 _Bytes = npt.NDArray[np.uint8]
@@ -79,6 +84,26 @@ class AttachedPool:
     def readable(self, offset: int) -> memoryview:
         """As `writable`, but read-only."""
         return self.writable(offset).toreadonly()
+
+    def prefault(self, deadline: float) -> int:
+        """Enter the pool's pages into this process's page tables; return how many bytes.
+
+        A first copy into a fresh mapping takes a page fault for each 4 KiB, about half a second a
+        GiB. Call it from a thread that has the time; others may use the pool meanwhile. Ends at
+        `deadline` (monotonic seconds), with 0 on a kernel before 5.14. A file that the daemon has
+        not populated takes its memory by this.
+        """
+        base = int(np.frombuffer(self._bytes, np.uint8).ctypes.data)
+        # mmap.madvise would keep the interpreter lock all the while; ctypes does not.
+        madvise = ctypes.CDLL(None, use_errno=True).madvise
+        madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+        done = 0
+        while done < self.pool_bytes and time.monotonic() < deadline:
+            length = min(PREFAULT_CHUNK_BYTES, self.pool_bytes - done)
+            if madvise(base + done, length, _MADV_POPULATE_WRITE):
+                break
+            done += length
+        return done
 
     def pin(self) -> None:
         """Register the pool with CUDA, so that copies to and from a GPU need no bounce buffer.

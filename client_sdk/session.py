@@ -15,7 +15,7 @@ from array import array
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 from weakref import WeakSet
 
 from google.protobuf.message import DecodeError, Message
@@ -190,8 +190,7 @@ class SessionState:
         self._sock.close()
 
 
-@dataclass(frozen=True, slots=True)
-class _Owed:
+class _Owed(NamedTuple):
     """A request that was told, and not answered yet as far as we have read."""
 
     method: Method
@@ -259,12 +258,13 @@ class Session(SessionState):
         received = self._frames.receive(deadline)
         owed = self._owed.popleft()
         _check_match(received.header, owed.method, owed.request_id)
-        try:
-            read_payload(received.header, received.payload, common_pb2.Empty)
-        except SessionLostError:
-            raise
-        except EmberError:
-            self.refused_tells += 1  # nobody waits for it
+        if received.header.status:
+            try:
+                read_payload(received.header, received.payload, common_pb2.Empty)
+            except SessionLostError:
+                raise
+            except EmberError:
+                self.refused_tells += 1  # nobody waits for it
 
     def _lost(self, error: Exception, method: Method, seconds: float) -> SessionLostError:
         node = self.terms.node_id

@@ -255,6 +255,19 @@ class SyncClient:
         self._keep_beating()
         self._connection.connect()
 
+    def prefault(self, timeout_seconds: float) -> int:
+        """Spare this session's first copies their page faults: see `AttachedPool.prefault`.
+
+        Returns how many bytes of the pool are mapped now. A new session begins without.
+
+        Raises:
+            UnavailableError: no session can be had.
+        """
+        deadline = time.monotonic() + check_seconds(timeout_seconds)
+        self._keep_beating()
+        pool = self._connection.connect().pool
+        return pool.prefault(deadline)
+
     def probe(self, hashes: Sequence[BlockHash]) -> ProbeResult:
         """How much of a chain the node holds. Pins nothing."""
         self._keep_beating()

@@ -106,6 +106,13 @@ def client(daemon: DaemonProcess) -> Iterator[SyncClient]:
         client.check_integrity()
 
 
+def test_prefault_maps_the_daemons_pool_before_the_first_copy(client: SyncClient) -> None:
+    mapped = client.prefault(30.0)
+    assert mapped >= 1 << 20
+    store(client, HASHES)
+    check_readable(client, HASHES)
+
+
 def test_what_one_process_commits_another_reads_byte_identical(
     daemon: DaemonProcess, client: SyncClient
 ) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import resource
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from client_sdk import AttachedPool, gather_from_pages, scatter_into_pages
+from client_sdk import AttachedPool, attached_pool, gather_from_pages, scatter_into_pages
 from emberkv_proto.errors import InvalidRequestError, LayoutMismatchError, UnavailableError
 
 LAYERS, PAGES, PAGE_TOKENS, HEADS, DIM = 3, 10, 4, 2, 8
@@ -224,3 +226,24 @@ def test_pinning_without_cuda_says_so(pool_file: Path) -> None:
         pytest.skip("has CUDA")
     with pytest.raises(UnavailableError, match="CUDA"):
         attach(pool_file).pin()
+
+
+def test_prefault_maps_the_whole_pool_and_changes_no_byte(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attached_pool, "PREFAULT_CHUNK_BYTES", 1 << 20)
+    path = tmp_path / "pool"
+    content = os.urandom(5 << 19)
+    path.write_bytes(content)
+    descriptor = os.open(path, os.O_RDWR)
+    try:
+        pool = AttachedPool(descriptor, len(content), 4096)
+    finally:
+        os.close(descriptor)
+    assert pool.prefault(time.monotonic() - 1.0) == 0
+    assert pool.prefault(time.monotonic() + 30.0) == len(content)
+    before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+    assert bytes(pool.readable(0)) == content[:4096]
+    assert sum(pool.readable(at)[0] for at in range(0, len(content), 4096)) == sum(content[::4096])
+    faults = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
+    assert faults < len(content) // 4096 // 2
