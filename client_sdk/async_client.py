@@ -113,11 +113,12 @@ class AsyncStagedWrite(StagedBlocks):
         """As `StagedWrite.commit`. Computing checksums takes the loop's time: bring them along."""
         if not self._is_open and indices is None:
             return 0
-        request = self._commit_request(indices, checksums)
+        chosen = self._chosen(indices)
+        request = self._commit_request(chosen, checksums)
         answer = await self._client.call_on(
             self._session, Method.COMMIT, request, store_pb2.CommitResponse
         )
-        self._committed(request)
+        self._committed(chosen)
         return answer.committed_blocks
 
     async def abort(self) -> None:

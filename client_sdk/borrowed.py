@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from client_sdk.session import SessionLostError, SessionState
 from emberkv_proto import hashing
-from emberkv_proto.convert import u64s_from_wire
+from emberkv_proto.convert import u64s_from_wire, u64s_to_wire
 from emberkv_proto.errors import (
     CorruptionError,
     InvalidRequestError,
@@ -311,12 +311,21 @@ class StagedBlocks:
             if self._session.is_alive:
                 warnings.warn(f"stage {self._id} was dropped, not closed", ResourceWarning, 2)
 
-    def _commit_request(
-        self, indices: Sequence[int] | None, checksums: Sequence[int] | None
-    ) -> store_pb2.CommitRequest:
-        chosen = self.granted if indices is None else [self._checked(i) for i in indices]
+    def _chosen(self, indices: Sequence[int] | None) -> Sequence[int]:
+        """The blocks that a commit is about. Raises InvalidRequestError."""
+        if indices is None:
+            return self.granted
+        chosen = [*indices]
+        if not self._uncommitted.issuperset(chosen):
+            for block in chosen:
+                self._checked(block)
         if len(set(chosen)) != len(chosen):
             raise InvalidRequestError("a block is named twice in one commit")
+        return chosen
+
+    def _commit_request(
+        self, chosen: Sequence[int], checksums: Sequence[int] | None
+    ) -> store_pb2.CommitRequest:
         if checksums is None:
             checksums = [hashing.checksum(self.view(i)) for i in chosen]
         if len(checksums) != len(chosen):
@@ -324,15 +333,13 @@ class StagedBlocks:
         self.require_valid()
         return store_pb2.CommitRequest(
             stage_id=self._id,
-            hashes=b"".join(self._hashes[i] for i in chosen),
-            checksums=b"".join(value.to_bytes(8, "little") for value in checksums),
+            hashes=b"".join([self._hashes[i] for i in chosen]),
+            checksums=u64s_to_wire(checksums),
         )
 
-    def _committed(self, request: store_pb2.CommitRequest) -> None:
+    def _committed(self, chosen: Sequence[int]) -> None:
         """The daemon took these blocks."""
-        packed = request.hashes
-        done = {packed[i : i + BLOCK_HASH_BYTES] for i in range(0, len(packed), BLOCK_HASH_BYTES)}
-        self._uncommitted = {i for i in self._uncommitted if self._hashes[i] not in done}
+        self._uncommitted.difference_update(chosen)
         if not self._uncommitted:
             self._end()
 

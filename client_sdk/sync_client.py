@@ -153,11 +153,12 @@ class StagedWrite(StagedBlocks):
         """
         if not self._is_open and indices is None:
             return 0
-        request = self._commit_request(indices, checksums)
+        chosen = self._chosen(indices)
+        request = self._commit_request(chosen, checksums)
         answer = self._connection.call_on(
             self._session, Method.COMMIT, request, store_pb2.CommitResponse
         )
-        self._committed(request)
+        self._committed(chosen)
         return answer.committed_blocks
 
     def abort(self) -> None:
