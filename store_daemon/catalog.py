@@ -38,7 +38,10 @@ MAX_ANCESTORS_ASKED = 1024
 
 @dataclass(slots=True)
 class TierLedger:
-    """A tier's conservation books: stored - removed == blocks, and xor over their index keys."""
+    """A tier's conservation books: stored - removed == blocks, and xor over their index keys.
+
+    `xor` stands where `drain_events` was last called, so it always agrees with the events.
+    """
 
     blocks: int = 0
     xor: int = 0
@@ -117,9 +120,7 @@ class BlockCatalog:
     def usable_prefix(self, namespace: StoredNamespace, hashes: Sequence[BlockHash]) -> list[Block]:
         """The longest usable hit's blocks, resident in DRAM or SSD. O(len(hashes))."""
         found: list[Block] = []
-        get = self.blocks.get
-        for block_hash in hashes:
-            block = get(block_hash)
+        for block in map(self.blocks.get, hashes):
             if (
                 block is None
                 or block.namespace is not namespace
@@ -152,7 +153,8 @@ class BlockCatalog:
         assert not block.writers >> part & 1
         assert block.slots[part] is None
         block.writers |= 1 << part
-        self._lean(block)
+        if not block.leans:
+            self._lean(block)
         return block
 
     def commit_part(self, block: Block, part: int, slot: Slot) -> None:
@@ -288,9 +290,9 @@ class BlockCatalog:
         freed: list[Slot] = []
         children = self._children
         for block in blocks:
-            assert block.pins > 0, "unpin without pin"
-            block.pins -= 1
-            if block.pins:
+            pins = block.pins = block.pins - 1
+            assert pins >= 0, "unpin without pin"
+            if pins:
                 continue
             if block.is_doomed:
                 if block in self._doomed:
@@ -306,7 +308,12 @@ class BlockCatalog:
     def drain_events(self) -> list[Event]:
         """The changes since the last call, in order, neighbours of one kind as one event."""
         changes, self._changes = self._changes, []
-        return [kind(tier, index_keys(hashes)) for kind, tier, hashes in changes]
+        events: list[Event] = []
+        for kind, tier, hashes in changes:
+            keys = index_keys(hashes)
+            self.ledgers[tier].xor ^= int(np.bitwise_xor.reduce(keys))
+            events.append(kind(tier, keys))
+        return events
 
     def resident_keys(self, tier: Tier) -> Keys:
         """Index keys of the tier's blocks. O(blocks)."""
@@ -350,6 +357,9 @@ class BlockCatalog:
             xor = 0
             for key in keys:
                 xor ^= key
+            for _, changed, hashes in self._changes:
+                for block_hash in hashes if changed is tier else ():
+                    xor ^= index_key(block_hash)
             assert ledger.blocks == len(keys), f"{tier.name}: {ledger.blocks} != {len(keys)}"
             assert ledger.stored - ledger.removed == ledger.blocks, f"{tier.name}: not conserved"
             assert ledger.xor == xor, f"{tier.name}: digest drifted"
@@ -374,7 +384,8 @@ class BlockCatalog:
 
     def _place(self, block: Block, part: int, slot: Slot) -> None:
         block.slots[part] = slot
-        self._lean(block)
+        if not block.leans:
+            self._lean(block)
         slot.extent.occupants[slot.number] = block
         if part in block.namespace.optional:
             self.old_parts.touch(block, part, block.access)
@@ -411,12 +422,12 @@ class BlockCatalog:
         closes the ring leans on nobody.
         """
         leans = not block.is_doomed and (bool(block.writers) or any(block.slots))
-        parent_hash = block.parent
         if leans is not block.takes_room:
             block.takes_room = leans
             (self._on_entered if leans else self._on_left)(block)
         if leans is block.leans or (leans and self._may_close_ring(block)):
             return
+        parent_hash = block.parent
         block.leans = leans
         if parent_hash is None:
             return
@@ -475,7 +486,6 @@ class BlockCatalog:
 
     def _record(self, kind: type[BlocksStored | BlocksRemoved], tier: Tier, block: Block) -> None:
         ledger = self.ledgers[tier]
-        ledger.xor ^= index_key(block.hash)
         if kind is BlocksStored:
             ledger.blocks += 1
             ledger.stored += 1

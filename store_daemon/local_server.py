@@ -220,7 +220,7 @@ class Connection(asyncio.Protocol):
                 asyncio.get_running_loop().call_soon(self._go_on)
                 break
             try:
-                header = unpack_header(memoryview(buffer)[start : start + HEADER.size])
+                header = unpack_header(buffer, start)
                 if header.status:
                     raise FrameError(f"a request has status 0, not {header.status}")
             except FrameError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from emberkv_proto.errors import InvalidRequestError
 from emberkv_proto.types import BlockHash, EngineInfo
@@ -11,8 +12,7 @@ from store_daemon.leases import SessionId
 from store_daemon.tiers.slots import Slot
 
 
-@dataclass(frozen=True, slots=True)
-class StagedPart:
+class StagedPart(NamedTuple):
     """One part that a session is writing."""
 
     block: Block

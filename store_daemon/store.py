@@ -50,6 +50,7 @@ from store_daemon.writeback import WritebackQueue
 log = logging.getLogger(__name__)
 TICK_SECONDS = 0.1
 MAX_NAMESPACES = 4096
+_STAGE_COUNTERS = {int(state): f"staged_{state.name.lower()}" for state in StageState}
 
 
 @dataclass(frozen=True, slots=True)
@@ -503,8 +504,9 @@ class BlockStore:
 
     def _take_beside(self, parent: Block | None, size_class: SizeClass) -> Slot | None:
         """A slot for a child of `parent`, which must not be evicted to make room for it."""
-        if parent is None:
-            return self.holdings.take(size_class)
+        slot = self.holdings.pool.take(size_class)
+        if slot is not None or parent is None:
+            return slot or self.holdings.take(size_class)
         self.holdings.catalog.pin(parent)
         slot = self.holdings.take(size_class)
         self.holdings.unpin([parent])
@@ -548,10 +550,10 @@ class BlockStore:
 
     def _count_stage(self, states: bytearray) -> None:
         counters = self.holdings.counters
-        for state in StageState:
+        for state, name in _STAGE_COUNTERS.items():
             count = states.count(state)
             if count:
-                counters[f"staged_{state.name.lower()}"] += count
+                counters[name] += count
 
     def _trim_soon(self) -> None:
         if not self._is_trimming and self.holdings.is_over_watermark:

@@ -39,6 +39,8 @@ _CRC = struct.Struct("<I")
 _STATE = struct.Struct("<I")
 STATE_OFFSET = 4
 """Where the state word stands in a slot header."""
+_CRC_BEFORE_LENGTH = zlib.crc32(struct.pack("<II", SLOT_MAGIC, 0))
+_NO_PARENT = bytes(32)
 
 
 class SlotState(IntEnum):
@@ -129,19 +131,8 @@ class SlotHeader:
     """The extent's; a header of an earlier carving does not match."""
 
     def pack(self) -> bytes:
-        body = _SLOT.pack(
-            SLOT_MAGIC,
-            0,
-            self.length,
-            self.checksum,
-            self.generation,
-            0,
-            0,
-            self.block_hash,
-            self.parent or bytes(32),
-        )
-        return pack_state(self.state).join((body[:STATE_OFFSET], body[8:])) + _CRC.pack(
-            zlib.crc32(body)
+        return pack_slot(
+            self.state, self.block_hash, self.parent, self.length, self.checksum, self.generation
         )
 
     @staticmethod
@@ -163,6 +154,29 @@ class SlotHeader:
             checksum,
             generation,
         )
+
+
+def pack_slot(
+    state: SlotState,
+    block_hash: BlockHash,
+    parent: BlockHash | None,
+    length: int,
+    checksum: int,
+    generation: int,
+) -> bytes:
+    """`SlotHeader(...).pack()`, without the object: a daemon writes one for each block."""
+    body = _SLOT.pack(
+        SLOT_MAGIC,
+        state,
+        length,
+        checksum,
+        generation,
+        0,
+        0,
+        block_hash,
+        parent or _NO_PARENT,
+    )
+    return body + _CRC.pack(zlib.crc32(body[8:], _CRC_BEFORE_LENGTH))
 
 
 def pack_state(state: SlotState) -> bytes:

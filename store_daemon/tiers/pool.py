@@ -27,6 +27,7 @@ from emberkv_proto.shm_layout import (
     SlotHeader,
     SlotState,
     align_up,
+    pack_slot,
     pack_state,
     slots_per_extent,
 )
@@ -150,17 +151,18 @@ class Pool:
     ) -> None:
         """Publish the slot: header first, the state word last."""
         slot.checksum = checksum
-        header = SlotHeader(
+        extent = slot.extent
+        header = pack_slot(
             SlotState.STAGED,
             block_hash,
             parent,
-            slot.payload_bytes,
+            extent.size_class.payload_bytes,
             checksum,
-            slot.extent.generation,
-        ).pack()
+            extent.generation,
+        )
         at = slot.header_offset
         self._view[at : at + len(header)] = header
-        self._set_state(slot, _COMMITTED)
+        self._view[at + STATE_OFFSET : at + STATE_OFFSET + 4] = _COMMITTED
 
     def unlink(self, slot: Slot) -> None:
         """Mark the slot FREE in the file; the bytes stay untouched until it is given back."""
