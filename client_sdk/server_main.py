@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import uvloop
 
+from client_sdk import faults
 from client_sdk.settings import Settings, load_settings
 from emberkv_proto import __version__
 from emberkv_proto.errors import EmberError
@@ -49,6 +50,7 @@ def run_server(
             level=log_level(settings).upper(),
             format="%(asctime)s %(levelname)s %(name)s: %(message)s",
         )
+        faults.arm_from(os.environ)
         uvloop.run(serve(settings))
     except (EmberError, OSError) as error:
         print(f"{name.rpartition('.')[2]}: {error}", file=sys.stderr)

@@ -16,7 +16,7 @@ from typing import Any
 
 import grpc
 
-from client_sdk import aio
+from client_sdk import aio, faults
 from client_sdk.index_client import CHANNEL_OPTIONS
 from emberkv_proto.convert import batch_from_wire, page_from_wire, report_from_wire
 from emberkv_proto.errors import EmberError, InvalidRequestError, UnavailableError
@@ -127,6 +127,8 @@ class Subscriber:
         now = self._clock()
         match message.WhichOneof("kind"):
             case "batch":
+                if not faults.hit(faults.INDEX_BATCH):
+                    return StreamStep.CONTINUE
                 batch = batch_from_wire(message.batch)
                 return self._directory.on_batch(self.address, batch, now, self._wall())
             case "report":
@@ -150,6 +152,7 @@ class Subscriber:
                 if message is grpc.aio.EOF:  # type: ignore[attr-defined]
                     return
                 self._got_message = True
+                faults.hit(faults.INDEX_PAGE)
                 page = page_from_wire(message)
                 self._directory.on_page(self.address, page, self._clock())
                 await asyncio.sleep(0)  # queries come between two pages

@@ -13,6 +13,7 @@ from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from client_sdk import faults
 from client_sdk.index_client import IndexClient
 from emberkv_proto.types import NodeId, Tier
 from store_daemon.block import StoredNamespace
@@ -110,6 +111,7 @@ class Daemon:
         )
         store.set_sink(publisher)
         store.recover()
+        faults.hit(faults.RECOVERED)
         self.store = store
 
         view = pool.view()

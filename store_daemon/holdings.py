@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
+from client_sdk import faults
 from emberkv_proto.types import Tier
 from store_daemon.block import Block, StoredNamespace
 from store_daemon.catalog import BlockCatalog, Freed
@@ -91,6 +92,7 @@ class Holdings:
 
     def evict(self, block: Block) -> None:
         """Free a victim's slots; with an SSD copy it stays resident there."""
+        faults.hit(faults.EVICT)
         self.counters["demoted_blocks" if block.in_ssd else "evicted_blocks"] += 1
         self._let_go(self.catalog.drop_dram(block))
 

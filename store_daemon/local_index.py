@@ -20,6 +20,7 @@ from pathlib import Path
 
 from rocksdict import Options, Rdict, WriteBatch
 
+from client_sdk import faults
 from emberkv_proto.errors import CorruptionError, InvalidRequestError, PreflightError
 from emberkv_proto.layout import MAX_NAMESPACE_BYTES, Namespace
 from emberkv_proto.types import Incarnation, NamespaceId
@@ -268,7 +269,8 @@ class LocalIndex:
         with self._mutex:
             database = self._live()
             try:
-                database.write(batch)
+                if faults.hit(faults.ROCKS_WRITE):
+                    database.write(batch)
             except Exception as error:  # as in _open_database
                 self._database = None
                 with contextlib.suppress(Exception):  # the write's error is the one to report

@@ -14,6 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
+from client_sdk import faults
 from emberkv_proto.errors import UnavailableError
 from emberkv_proto.types import Tier
 from store_daemon.catalog import STORED_TIERS
@@ -123,6 +124,12 @@ class StoreCollector(Collector):
                 family = CounterMetricFamily(PREFIX + name, text, labels=list(labels))
                 families[name] = family
             family.add_metric(list(labels.values()), counters[counter])
+        made = CounterMetricFamily(
+            f"{PREFIX}faults_made", "Faults made on purpose (EMBERKV_FAULTS).", labels=["point"]
+        )
+        for name, count in faults.acted().items():
+            made.add_metric([name], count)
+        families["faults"] = made
         for kind in ("stored", "removed"):
             family = CounterMetricFamily(
                 f"{PREFIX}event_blocks_{kind}", f"Blocks in {kind} events.", labels=["tier"]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import grpc
 
+from client_sdk import faults
 from client_sdk.index_client import CHANNEL_OPTIONS, ember_error
 from emberkv_proto.convert import hashes_to_wire, u64s_from_wire
 from emberkv_proto.errors import InvalidRequestError
@@ -63,6 +64,7 @@ class PeerClient:
             lease_seconds=lease_seconds,
             requester=self._node_id,
         )
+        faults.hit(faults.PEER_LEASE)
         with self._calling(address) as stub:
             response = await stub.Acquire(request, timeout=timeout_seconds)
         return _grant_from_wire(response, namespace, len(hashes))

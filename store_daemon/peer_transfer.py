@@ -9,6 +9,7 @@ from concurrent.futures import Future as ConcurrentFuture
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from client_sdk import faults
 from emberkv_proto.errors import CorruptionError, DeadlineError, IntegrityError
 from emberkv_proto.hashing import checksum
 from emberkv_proto.types import BlockHash
@@ -120,6 +121,7 @@ class PeerTransfers:
             for block in blocks
             for here, there in zip(ranges[block], remote.block_ranges(block), strict=True)
         ]
+        faults.hit(faults.PEER_READ)
         for first in range(0, len(segments), _SEGMENTS_PER_READ):
             self._transport.read(
                 peer,
@@ -128,6 +130,7 @@ class PeerTransfers:
                 deadline - self._clock(),
                 cancellation,
             )
+        faults.hit(faults.MID_TRANSFER)
         for number, block in enumerate(blocks):
             for here, wanted in zip(ranges[block], remote.block_checksums(block), strict=True):
                 with self._pool[here.offset : here.offset + here.length] as payload:

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
 
+from client_sdk import faults
 from emberkv_proto.errors import CorruptionError
 from emberkv_proto.hashing import checksum
 from store_daemon.block import Block
@@ -132,6 +133,7 @@ class Promoter:
 
     def _read(self, slots: dict[int, Slot], rows: dict[int, SsdRow]) -> None:
         assert self._ssd is not None
+        faults.hit(faults.PROMOTE)
         for part, row in rows.items():
             with self._holdings.pool.slot_view(slots[part]) as target:
                 self._ssd.read_into(row, target)

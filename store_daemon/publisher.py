@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from client_sdk import faults
 from emberkv_proto.events import (
     BlocksRemoved,
     BlocksStored,
@@ -111,6 +112,9 @@ class Publisher:
     def emit(self, event: Event) -> None:
         """Number an event (one with too many keys becomes several) and wake subscribers."""
         for piece in _pieces(event):
+            if not faults.hit(faults.EVENT_PUBLISH):
+                self._enter(piece)
+                continue
             self._seq += 1
             self._ring[self._seq % len(self._ring)] = piece
             self._enter(piece)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from google.protobuf.message import DecodeError, Message
 
+from client_sdk import faults
 from emberkv_proto import __version__
 from emberkv_proto.convert import (
     engine_from_wire,
@@ -179,7 +180,10 @@ class Servicer:
             leases=len(store.lender.leases),
             staged_blocks=store.staged_blocks,
             seq=self._seq(),
-            counters={name: float(count) for name, count in store.holdings.counters.items()},
+            counters={
+                **{name: float(count) for name, count in store.holdings.counters.items()},
+                **{f"fault_{name}": float(count) for name, count in faults.acted().items()},
+            },
             version=__version__,
         )
 
@@ -236,12 +240,14 @@ class Servicer:
 
     def _commit(self, session: Session, request: Message) -> Message:
         assert isinstance(request, store_pb2.CommitRequest)
+        faults.hit(faults.BEFORE_COMMIT)
         committed = self.store.commit(
             session,
             request.stage_id,
             hashes_from_wire(request.hashes),
             u64s_from_wire(request.checksums),
         )
+        faults.hit(faults.BEFORE_ACK)
         return store_pb2.CommitResponse(committed_blocks=committed)
 
     def _abort(self, session: Session, request: Message) -> Message:

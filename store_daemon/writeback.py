@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 
+from client_sdk import faults
 from emberkv_proto.hashing import checksum
 from store_daemon.block import Block
 from store_daemon.holdings import Holdings
@@ -160,6 +161,7 @@ class WritebackQueue:
             self._ssd.forget(forget)
         if not records:
             return
+        faults.hit(faults.WRITEBACK)
         written.corrupt = {
             i
             for i in unverified

@@ -25,6 +25,8 @@ app = typer.Typer(
 )
 config_app = typer.Typer(help="The configuration that the parts would run with.")
 app.add_typer(config_app, name="config", no_args_is_help=True)
+doctor_app = typer.Typer()
+app.add_typer(doctor_app, name="doctor", invoke_without_command=True)
 
 ConfigOption = Annotated[
     Path | None, typer.Option("--config", "-c", help="YAML file with sections for all parts.")
@@ -172,11 +174,16 @@ def where(
         print_where(_console(), found)
 
 
-@app.command()
+@doctor_app.callback()
 def doctor(
-    config: ConfigOption = None, set_: SetOption = None, as_json: JsonOption = False
+    context: typer.Context,
+    config: ConfigOption = None,
+    set_: SetOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Check this machine and a configuration; each finding comes with its fix."""
+    if context.invoked_subcommand is not None:
+        return
     from client_sdk.cli.doctor import Verdict, examine, findings_json, print_findings
 
     findings = examine(config, tuple(set_ or ()))
@@ -186,6 +193,17 @@ def doctor(
         print_findings(_console(), findings)
     if any(finding.verdict is Verdict.FAIL for finding in findings):
         raise typer.Exit(1)
+
+
+@doctor_app.command("faults")
+def doctor_faults(as_json: JsonOption = False) -> None:
+    """List the points at which EMBERKV_FAULTS makes a server pause, fail, drop, delay or exit."""
+    from client_sdk.cli.fault_list import faults_json, print_faults
+
+    if as_json:
+        _print_json(faults_json())
+    else:
+        print_faults(_console())
 
 
 @config_app.command("show")

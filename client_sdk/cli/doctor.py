@@ -12,7 +12,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from client_sdk import faults
 from client_sdk.cli.cluster_plan import LOOPBACK, MAX_SOCKET_PATH_BYTES, SHM
 from client_sdk.cli.config_show import combined_settings
 from client_sdk.settings import Settings, load_settings
@@ -58,6 +59,7 @@ def examine(path: Path | None, overrides: Sequence[str]) -> list[Finding]:
     findings = [check_linux(platform.release()), *check_extras(_installed_version)]
     findings.append(check_hashes())
     findings.append(check_stale_pools(SHM, _is_alive))
+    findings.append(check_faults(os.environ))
     try:
         settings = load_settings(combined_settings(), path, overrides)
     except ConfigError as error:
@@ -152,6 +154,19 @@ def check_hashes(seeds: Sequence[str] = ("0", "4242")) -> Finding:
         fix = "report it: no two processes would share a block"
         return Finding("block hashes", Verdict.FAIL, f"differ between processes: {seen}", fix)
     return Finding("block hashes", Verdict.OK, f"equal in {len(seeds)} processes")
+
+
+def check_faults(environ: Mapping[str, str]) -> Finding:
+    """Faults by name belong in tests."""
+    text = environ.get(faults.VARIABLE, "")
+    if not text.strip():
+        return Finding("faults", Verdict.OK, "none are made")
+    try:
+        faults.Faults.parse(text)
+    except ConfigError as error:
+        return Finding("faults", Verdict.FAIL, str(error), f"unset {faults.VARIABLE}")
+    seen = f"servers started from here will make: {text}"
+    return Finding("faults", Verdict.WARN, seen, f"unset {faults.VARIABLE}")
 
 
 def check_stale_pools(shm: Path, is_alive: Callable[[Path], bool]) -> Finding:

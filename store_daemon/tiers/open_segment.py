@@ -18,7 +18,7 @@ from store_daemon.tiers.segment_file import (
     aligned_memory,
     create_segment,
     seal_segment,
-    write_fully,
+    write_records,
 )
 from store_daemon.tiers.segments import PAGE_BYTES, RowKey, SsdRow
 
@@ -119,8 +119,7 @@ class OpenSegment:
             buffers += (page, record.payload)
             rows.append(row)
             offset = row.end
-        write_fully(self._fd, buffers, self.segment.records_end)
-        os.fdatasync(self._fd)
+        write_records(self._fd, buffers, self.segment.records_end)
         return rows
 
     def seal(self) -> int:

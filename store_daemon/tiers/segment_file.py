@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
+from client_sdk import faults
 from emberkv_proto.errors import CorruptionError, PreflightError
 from emberkv_proto.hashing import checksum
 from emberkv_proto.shm_layout import align_up
@@ -51,6 +52,27 @@ def write_fully(fd: int, buffers: Sequence[memoryview], offset: int) -> None:
         waiting = _rest(waiting, count)
 
 
+def write_records(fd: int, buffers: Sequence[memoryview], offset: int) -> None:
+    """Write whole records at `offset` and make them durable; bounds as for `write_fully`."""
+    if faults.hit(faults.SEGMENT_WRITE):
+        if faults.is_armed(faults.MID_SEGMENT_WRITE):
+            _write_in_two(fd, buffers, offset)
+        else:
+            write_fully(fd, buffers, offset)
+    if faults.hit(faults.SEGMENT_SYNC):
+        os.fdatasync(fd)
+
+
+def _write_in_two(fd: int, buffers: Sequence[memoryview], offset: int) -> None:
+    """Write the records with a point for faults before the last payload's second half."""
+    last = buffers[-1]
+    half = len(last) // 2 // PAGE_BYTES * PAGE_BYTES
+    begun = [*buffers[:-1], *([last[:half]] if half else [])]
+    write_fully(fd, begun, offset)
+    if faults.hit(faults.MID_SEGMENT_WRITE):
+        write_fully(fd, [last[half:]], offset + sum(map(len, begun)))
+
+
 def _rest(buffers: list[memoryview], count: int) -> list[memoryview]:
     for number, buffer in enumerate(buffers):
         if count < len(buffer):
@@ -67,6 +89,7 @@ def create_segment(path: Path, number: int, segment_bytes: int, direct_io: bool)
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | direct_flag(direct_io)
     fd = os.open(path, flags, 0o600)
     try:
+        faults.hit(faults.SEGMENT_CREATE)
         os.posix_fallocate(fd, 0, segment_bytes)
         page = aligned_memory(PAGE_BYTES)
         header = segments.pack_segment_header(number)
@@ -101,7 +124,8 @@ def read_record(fd: int, row: SsdRow, page: memoryview, target: memoryview) -> N
         CorruptionError: another record stands there, or its bytes do not match its checksum.
         OSError: the drive failed, or the file is too short.
     """
-    read_fully(fd, [page, target[: align_up(row.length)]], row.offset)
+    if faults.hit(faults.SEGMENT_READ):
+        read_fully(fd, [page, target[: align_up(row.length)]], row.offset)
     found = segments.unpack_record_header(page, row.segment, row.offset)
     if found != row:
         raise CorruptionError(f"segment {row.segment} at {row.offset}: record of another block")

@@ -9,6 +9,7 @@ import threading
 import time
 from dataclasses import dataclass
 
+from client_sdk import faults
 from emberkv_proto.errors import EmberError, FrameError, UnavailableError
 from emberkv_proto.types import Incarnation
 from store_daemon.transport.base import MayRead
@@ -180,6 +181,8 @@ class RegionServer:
             self.refused_reads += 1
             connection.send(AnswerHeader(Status.REFUSED, 0).pack())
             return
+        if not faults.hit(faults.PEER_SERVE):
+            raise UnavailableError("fault peer_serve")
         total = sum(wanted.length for wanted in ranges)
         connection.send(AnswerHeader(Status.OK, total).pack(), socket.MSG_MORE)
         for wanted in ranges:

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any
 
 from client_sdk import OperatorClient
+from client_sdk.faults import VARIABLE
 from emberkv_proto.errors import EmberError
 
 ROOT = Path(__file__).parent.parent.parent
@@ -38,6 +39,8 @@ class DaemonProcess:
     ssd_bytes: int = 0
     settings: dict[str, Any] = field(default_factory=dict)
     """More of `section.key`: value."""
+    faults: str = ""
+    """EMBERKV_FAULTS of the next start."""
 
     def __post_init__(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -72,6 +75,7 @@ class DaemonProcess:
                 cwd=ROOT,
                 stdout=log,
                 stderr=subprocess.STDOUT,
+                env={**os.environ, VARIABLE: self.faults},
             )
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline:
@@ -91,6 +95,7 @@ class DaemonProcess:
             text=True,
             timeout=START_SECONDS,
             check=False,
+            env={**os.environ, VARIABLE: self.faults},
         )
         assert done.returncode == 2, done.stderr
         assert "Traceback" not in done.stderr

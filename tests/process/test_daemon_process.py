@@ -9,12 +9,15 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from urllib.request import urlopen
 
 import pytest
 
 from client_sdk.sync_client import SyncClient
 from emberkv_proto import __version__
+from emberkv_proto.errors import UnavailableError
 from emberkv_proto.types import AcquirePolicy
+from tests.helpers.daemon_process import DaemonProcess
 from tests.helpers.store import chain, payload, small_namespace
 
 pytestmark = pytest.mark.process
@@ -120,3 +123,28 @@ def test_it_tells_its_version() -> None:
         check=True,
     )
     assert done.stdout.strip() == f"emberkv {__version__}"
+
+
+def test_faults_that_are_written_wrong_keep_it_from_starting(tmp_path: Path) -> None:
+    daemon = DaemonProcess(tmp_path, faults="segment_write=fail:ENOSPC@3,nowhere=exit")
+    line = daemon.refusal()
+    assert "unknown point 'nowhere'; known: before_ack, before_commit, " in line
+
+
+def test_faults_that_are_made_are_announced_and_counted(tmp_path: Path) -> None:
+    with DaemonProcess(tmp_path, faults="before_commit=fail@2") as daemon:
+        assert "FAULTS ARE MADE ON PURPOSE" in daemon.log
+        with SyncClient(daemon.socket_path, NAMESPACE) as client:
+            for number, block_hash in enumerate(HASHES[:3]):
+                with client.stage([block_hash]) as write:
+                    write.view(0)[:] = payload(block_hash, 0, NAMESPACE.part_bytes(0))
+                    if number == 1:
+                        with pytest.raises(UnavailableError, match="fault before_commit"):
+                            write.commit()
+                    else:
+                        write.commit()
+            assert [client.probe([h]).hit_blocks for h in HASHES[:3]] == [1, 0, 1]
+        with daemon.operator() as operator:
+            assert operator.status().counters["fault_before_commit"] == 1
+        with urlopen(f"http://{daemon.endpoints['metrics_address']}/metrics", timeout=10) as page:
+            assert b'emberkv_store_faults_made_total{point="before_commit"} 1.0' in page.read()

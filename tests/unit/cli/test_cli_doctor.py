@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import resource
 import socket
 from pathlib import Path
@@ -10,6 +11,8 @@ import pytest
 
 from client_sdk.cli import doctor
 from client_sdk.cli.doctor import EXTRAS, Verdict
+from client_sdk.cli.main import run_with
+from client_sdk.faults import POINTS
 
 MIB = 1 << 20
 
@@ -108,3 +111,27 @@ def test_a_config_that_cannot_be_read_is_a_finding_not_a_crash(tmp_path: Path) -
     config = [finding for finding in findings if finding.check == "config"]
     assert config[0].verdict is Verdict.FAIL
     assert "did you mean 'engine'" in config[0].seen
+
+
+def test_faults_in_the_environment_are_a_warning_and_wrong_ones_a_failure() -> None:
+    assert doctor.check_faults({}).verdict is Verdict.OK
+    warned = doctor.check_faults({"EMBERKV_FAULTS": "segment_read=fail@3"})
+    assert warned.verdict is Verdict.WARN
+    assert "segment_read=fail@3" in warned.seen
+    failed = doctor.check_faults({"EMBERKV_FAULTS": "segment_read=explode"})
+    assert failed.verdict is Verdict.FAIL
+    assert "can be done: delay, drop, exit, fail, pause" in failed.seen
+
+
+def test_doctor_faults_lists_every_point_with_its_actions_and_sentence(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run_with(["doctor", "faults"]) == 0
+    shown = capsys.readouterr().out
+    assert run_with(["doctor", "faults", "--json"]) == 0
+    listed = {entry["point"]: entry for entry in json.loads(capsys.readouterr().out)}
+    assert set(listed) == set(POINTS)
+    for name, point in POINTS.items():
+        assert name in shown
+        assert point.sentence in shown
+        assert listed[name]["actions"] == sorted(action.value for action in point.actions)
