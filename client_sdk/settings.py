@@ -20,7 +20,17 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from emberkv_proto.errors import ConfigError
 
 ENV_PREFIX = "EMBERKV_"
-KNOWN_SECTIONS = ("node", "daemon", "dram", "ssd", "index", "router", "engine", "cluster")
+KNOWN_SECTIONS = (
+    "node",
+    "daemon",
+    "dram",
+    "ssd",
+    "tenants",
+    "index",
+    "router",
+    "engine",
+    "cluster",
+)
 
 
 class Section(BaseModel):

@@ -14,8 +14,15 @@ from store_daemon.policies.base import NOWHERE
 from store_daemon.tiers.slots import SizeClass
 
 if TYPE_CHECKING:
+    from store_daemon.tenants import Tenant
     from store_daemon.tiers.slots import Slot
     from store_daemon.tiers.ssd import SsdRow
+
+
+PINNED = 1
+"""Bit of `Block.stays`: an operator's pin lies on it."""
+UNWRITTEN = 2
+"""Bit of `Block.stays`: it was chosen for eviction and waits for its SSD copy."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -33,6 +40,8 @@ class StoredNamespace:
     everything: Needs
     is_hybrid: bool
     """Whether it has groups that need only some blocks of a hit."""
+    slot_bytes: int
+    """DRAM that a whole block takes."""
 
     @staticmethod
     def of(namespace: Namespace) -> StoredNamespace:
@@ -50,6 +59,7 @@ class StoredNamespace:
             tuple(part for part in range(namespace.parts) if part not in required),
             Needs.everything(namespace),
             any(group.kind not in WHOLE_PREFIX for group in namespace.groups),
+            sum(size_class.slot_bytes for size_class in classes),
         )
 
     @property
@@ -119,6 +129,24 @@ class Block:
     """How many blocks before it in its chain had been used again when their child came."""
     depth: int = 0
     """Blocks before it in its chain, as far as they were known when it came."""
+    tenant: Tenant | None = None
+    """Whose quota it counts against; None: nobody's."""
+    stays: int = 0
+    """Why it must not be evicted although nobody reads it: PINNED, UNWRITTEN."""
+
+    @property
+    def dram_bytes(self) -> int:
+        """What its slots take in DRAM, those being written included."""
+        return sum(
+            size_class.slot_bytes
+            for part, size_class in enumerate(self.namespace.size_classes)
+            if self.slots[part] is not None or self.writers >> part & 1
+        )
+
+    @property
+    def ssd_bytes(self) -> int:
+        """What its records take in their segments."""
+        return sum(row.end - row.offset for row in self.rows if row is not None)
 
     @property
     def held_parts(self) -> list[bool]:

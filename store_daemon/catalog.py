@@ -28,6 +28,7 @@ from store_daemon.block import Block, StoredNamespace
 from store_daemon.tombstones import PartQueue
 
 if TYPE_CHECKING:
+    from store_daemon.tenants import Tenant
     from store_daemon.tiers.slots import Slot
     from store_daemon.tiers.ssd import SsdRow
 
@@ -63,6 +64,7 @@ class BlockCatalog:
     Args:
         on_evictable: told of a block that may have become a victim (see `is_evictable`).
         on_entered, on_left: told of a block that begins and ceases to take room in DRAM.
+        on_unlinked: told of a block that had to stay (see `Block.stays`) and is in no tier now.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class BlockCatalog:
         on_evictable: Callable[[Block], None],
         on_entered: Callable[[Block], None] = lambda block: None,
         on_left: Callable[[Block], None] = lambda block: None,
+        on_unlinked: Callable[[Block], None] = lambda block: None,
     ) -> None:
         self.blocks: dict[BlockHash, Block] = {}
         self.ledgers = {tier: TierLedger() for tier in STORED_TIERS}
@@ -79,6 +82,7 @@ class BlockCatalog:
         self._on_evictable = on_evictable
         self._on_entered = on_entered
         self._on_left = on_left
+        self._on_unlinked = on_unlinked
         self.old_parts = PartQueue()
         """Parts in DRAM whose block can stay without them."""
         self.holes = 0
@@ -98,13 +102,14 @@ class BlockCatalog:
         return (
             not block.pins
             and not block.writers
+            and not block.stays
             and any(block.slots)
             and block.hash not in self._children
         )
 
     def may_lose_part(self, block: Block) -> bool:
         """Whether an optional part's slot may be freed now."""
-        return block.in_dram and not block.pins and not block.writers
+        return block.in_dram and not block.pins and not block.writers and not block.stays
 
     def touch_parts(self, found: Sequence[Block]) -> None:
         """A hit was asked for: the optional parts in its reach are as young as their blocks."""
@@ -143,16 +148,26 @@ class BlockCatalog:
     # ---- writing ----
 
     def begin_part(
-        self, namespace: StoredNamespace, block_hash: BlockHash, parent: BlockHash | None, part: int
+        self,
+        namespace: StoredNamespace,
+        block_hash: BlockHash,
+        parent: BlockHash | None,
+        part: int,
+        tenant: Tenant | None = None,
     ) -> Block:
-        """Note that a part is being written; the block need not exist yet."""
+        """Note that a part is being written; the block need not exist yet.
+
+        A block stays the tenant's who staged it first, until it is gone from every tier.
+        """
         block = self.blocks.get(block_hash)
         if block is None:
-            block = self._create(namespace, block_hash, parent)
+            block = self._create(namespace, block_hash, parent, tenant)
         assert block.namespace is namespace
         assert not block.writers >> part & 1
         assert block.slots[part] is None
         block.writers |= 1 << part
+        if block.tenant is not None:
+            block.tenant.charge_dram(namespace.size_classes[part].slot_bytes)
         if not block.leans:
             self._lean(block)
         return block
@@ -171,6 +186,8 @@ class BlockCatalog:
         block.writers &= ~(1 << part)
         if block.is_doomed:
             return
+        if block.tenant is not None:
+            block.tenant.charge_dram(-block.namespace.size_classes[part].slot_bytes)
         self._lean(block)
         self._unlink_if_empty(block)
         self._offer(block)
@@ -181,6 +198,8 @@ class BlockCatalog:
             assert block.slots[part] is None
             assert not block.writers >> part & 1
             self._place(block, part, slot)
+            if block.tenant is not None:
+                block.tenant.charge_dram(block.namespace.size_classes[part].slot_bytes)
         self._offer(block)
 
     def recover_part(
@@ -190,23 +209,28 @@ class BlockCatalog:
         parent: BlockHash | None,
         part: int,
         slot: Slot,
+        tenant: Tenant | None = None,
     ) -> bool:
         """Take over a slot of an earlier life, unverified. False if the part is there already."""
-        block = self.blocks.get(block_hash) or self._create(namespace, block_hash, parent)
+        block = self.blocks.get(block_hash) or self._create(namespace, block_hash, parent, tenant)
         if block.namespace is not namespace or block.slots[part] is not None:
             return False
         block.is_verified = False
         self._place(block, part, slot)
+        if block.tenant is not None:
+            block.tenant.charge_dram(namespace.size_classes[part].slot_bytes)
         self._offer(block)
         return True
 
-    def recover_row(self, namespace: StoredNamespace, row: SsdRow) -> bool:
+    def recover_row(
+        self, namespace: StoredNamespace, row: SsdRow, tenant: Tenant | None = None
+    ) -> bool:
         """Take over a row of an earlier life. False if it does not fit or the part has one."""
         if not 0 <= row.part < namespace.parts:
             return False
         block = self.blocks.get(row.block_hash)
         if block is None:
-            block = self._create(namespace, row.block_hash, row.parent)
+            block = self._create(namespace, row.block_hash, row.parent, tenant)
         if block.namespace is not namespace or block.rows[row.part] is not None:
             return False
         self._add_row(block, row)
@@ -274,13 +298,22 @@ class BlockCatalog:
         block.is_doomed = True
         freed = Freed(rows=self._leave_ssd(block))
         slots = self._leave_dram(block)
+        if block.tenant is not None:
+            block.tenant.charge_dram(-block.dram_bytes)  # of the parts that are being written
         del self.blocks[block.hash]
+        if block.stays:
+            self._on_unlinked(block)
         if block.pins:
             block.slots = list(slots)
             self._doomed.add(block)
         else:
             freed.slots = slots
         return freed
+
+    def offer(self, block: Block) -> None:
+        """A reason for the block to stay has ended; it may be a victim now."""
+        if self.blocks.get(block.hash) is block:
+            self._offer(block)
 
     def pin(self, block: Block) -> None:
         block.pins += 1
@@ -371,10 +404,15 @@ class BlockCatalog:
     # ---- inner steps ----
 
     def _create(
-        self, namespace: StoredNamespace, block_hash: BlockHash, parent: BlockHash | None
+        self,
+        namespace: StoredNamespace,
+        block_hash: BlockHash,
+        parent: BlockHash | None,
+        tenant: Tenant | None,
     ) -> Block:
         parts = namespace.parts
         block = Block(block_hash, namespace, parent, [None] * parts, [None] * parts)
+        block.tenant = tenant
         before = self.blocks.get(parent) if parent is not None else None
         if before is not None:
             block.depth = before.depth + 1
@@ -412,6 +450,8 @@ class BlockCatalog:
     def _clear(self, block: Block, part: int, slot: Slot) -> None:
         del slot.extent.occupants[slot.number]
         block.slots[part] = None
+        if block.tenant is not None:
+            block.tenant.charge_dram(-block.namespace.size_classes[part].slot_bytes)
         if part in block.namespace.optional:
             self.old_parts.discard(block, part)
 
@@ -461,11 +501,15 @@ class BlockCatalog:
 
     def _add_row(self, block: Block, row: SsdRow) -> None:
         block.rows[row.part] = row
+        if block.tenant is not None:
+            block.tenant.ssd_bytes += row.end - row.offset
         if not block.in_ssd and block.namespace.has_required(block.rows):
             block.in_ssd = True
             self._record(BlocksStored, Tier.SSD, block)
 
     def _leave_ssd(self, block: Block) -> list[SsdRow]:
+        if block.tenant is not None:
+            block.tenant.ssd_bytes -= block.ssd_bytes
         rows = [row for row in block.rows if row is not None]
         block.rows = [None] * len(block.rows)
         if block.in_ssd:
@@ -479,6 +523,8 @@ class BlockCatalog:
             and self.blocks.get(block.hash) is block
         ):
             del self.blocks[block.hash]
+            if block.stays:
+                self._on_unlinked(block)
 
     def _offer(self, block: Block) -> None:
         if not block.is_queued and self.is_evictable(block):

@@ -11,8 +11,12 @@ from pydantic import Field, model_validator
 from client_sdk.settings import Section, Settings
 
 MIB = 1 << 20
+SaltIdText = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
 Bytes = Annotated[int, Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0)]
+Share = Annotated[float, Field(gt=0, le=1)]
+Limit = Annotated[int, Field(ge=0)]
+"""Bytes; 0: no limit."""
 Port = Annotated[int, Field(ge=0, le=65535)]
 
 
@@ -45,6 +49,9 @@ class DaemonSection(Section):
     """How long a lease lives without a heartbeat of its session."""
     stage_seconds: Seconds = 60.0
     """How long a staged block may stay uncommitted without a heartbeat of its session."""
+    lease_share: Share = 0.5
+    """Part of dram.capacity_bytes that the leases of one session may hold; it gets shorter hits
+    beyond."""
     drain_seconds: Seconds = 20.0
     peer_timeout_seconds: Seconds = 2.0
     event_ring_events: Annotated[int, Field(ge=16)] = 65536
@@ -60,6 +67,10 @@ class DramSection(Section):
     low_watermark: Annotated[float, Field(gt=0, le=1)] = 0.90
     policy: Literal["lru", "s3fifo", "arc", "cost", "reuse"] = "lru"
     """Which block goes first among those that may go: leaves that nobody holds."""
+    pin_share: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """Part of capacity_bytes that hard pins may keep."""
+    tenant_quota_bytes: Limit = 0
+    """What each tenant that has no quota of its own may hold in DRAM; 0: no limit."""
     populate: bool = True
     """Touch every page at start, so that a full /dev/shm is found then and not while serving."""
 
@@ -85,6 +96,8 @@ class SsdSection(Section):
     capacity_bytes: Annotated[int, Field(ge=0)] = 0
     """Bytes the segments may take; 0 turns the tier off."""
     segment_bytes: Annotated[int, Field(ge=64 * 1024)] = 256 * MIB
+    tenant_quota_bytes: Limit = 0
+    """What each tenant that has no quota of its own may hold on SSD; 0: no limit."""
     queue_blocks: Annotated[int, Field(ge=1)] = 4096
     """Writeback queue; when it is full a block is skipped and counted, never waited for."""
     io_threads: Annotated[int, Field(ge=1, le=64)] = 4
@@ -103,8 +116,18 @@ class SsdSection(Section):
         return self
 
 
+class TenantSection(Section):
+    """One tenant's quota."""
+
+    dram_bytes: Limit = 0
+    ssd_bytes: Limit = 0
+
+
 class DaemonSettings(Settings):
     node: NodeSection = NodeSection()
     daemon: DaemonSection = DaemonSection()
     dram: DramSection = DramSection()
     ssd: SsdSection = SsdSection()
+    tenants: dict[SaltIdText, TenantSection] = {}  # noqa: RUF012 - copied for each instance
+    """Quotas by salt id: the first 16 bytes of BLAKE3 of the cache salt, as 32 hex digits in
+    quotes."""

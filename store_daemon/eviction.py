@@ -113,11 +113,17 @@ class EvictionQueue:
     def offer(self, block: Block) -> None:
         """Queue a block that has become a candidate."""
         assert not block.is_queued
+        if block.tenant is not None:
+            block.tenant.in_dram.offer(block, _is_not_queued)
         try:
             self._push(block)
         except _PolicyFailedError:
             self._fall_back()
             self._push(block)
+
+    def withdraw(self, block: Block) -> None:
+        """The block is no candidate at present. It is offered again when it becomes one."""
+        self._forget(block)
 
     # ---- who goes ----
 
@@ -274,6 +280,10 @@ class EvictionQueue:
                         yield block
 
 
+def _is_not_queued(block: Block) -> bool:
+    return not block.is_queued
+
+
 def choose_extent(
     extents: Iterable[Extent], wanted: SizeClass, catalog: BlockCatalog
 ) -> Extent | None:
@@ -295,7 +305,7 @@ def choose_extent(
 
 
 def _can_go_together(blocks: set[Block], catalog: BlockCatalog) -> bool:
-    if any(block.pins or block.writers for block in blocks):
+    if any(block.pins or block.writers or block.stays for block in blocks):
         return False
     inside: dict[bytes, int] = {}
     for block in blocks:

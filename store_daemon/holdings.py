@@ -6,16 +6,19 @@ Runs on the daemon's event loop; nothing here waits. Decisions are `catalog`'s a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from client_sdk import faults
-from emberkv_proto.types import Tier
+from emberkv_proto.types import BlockHash, NamespaceId, Tier
 from store_daemon.block import Block, StoredNamespace
 from store_daemon.catalog import BlockCatalog, Freed
 from store_daemon.config import DramSection
 from store_daemon.eviction import EvictionQueue, choose_extent
+from store_daemon.pins import PinBook
 from store_daemon.policies import POLICIES
 from store_daemon.ports import EventSink
+from store_daemon.quotas import QuotaEviction
+from store_daemon.tenants import Tenant, TenantBook
 from store_daemon.tiers.pool import Pool
 from store_daemon.tiers.slots import SizeClass, Slot
 from store_daemon.tiers.ssd import SsdRow
@@ -31,11 +34,27 @@ TRIM_BLOCKS = 256
 class Holdings:
     """What the node holds. `counters` are monotonic and named as they are exported."""
 
-    def __init__(self, config: DramSection, pool: Pool, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        config: DramSection,
+        pool: Pool,
+        clock: Callable[[], float],
+        tenants: TenantBook | None = None,
+    ) -> None:
         self.pool = pool
         self.counters: Counter[str] = Counter()
         self.queue = EvictionQueue(POLICIES[config.policy](), clock, self._count_policy_failure)
-        self.catalog = BlockCatalog(self.queue.offer, self.queue.entered, self.queue.left)
+        self.catalog = BlockCatalog(
+            self.queue.offer, self.queue.entered, self.queue.left, self._unlinked
+        )
+        capacity_bytes = pool.slots.extent_count * pool.slots.extent_bytes
+        self.pins = PinBook(int(config.pin_share * capacity_bytes))
+        self.lost_pins: list[tuple[NamespaceId, BlockHash]] = []
+        """Hard pins whose block is gone, still to be struck from the local index."""
+        self.tenants = tenants or TenantBook()
+        self.quotas = QuotaEviction(
+            self.tenants, self.catalog, self.queue, self.counters, self.evict
+        )
         self.rows_to_forget: list[SsdRow] = []
         """Rows of blocks that left SSD; the writeback thread drops them."""
         self.on_resident: Callable[[Block], None] = lambda block: None
@@ -46,8 +65,13 @@ class Holdings:
 
     # ---- room ----
 
-    def take(self, size_class: SizeClass) -> Slot | None:
-        """A slot marked STAGED, evicting what must go; None when all else is held or staged."""
+    def take(self, size_class: SizeClass, tenant: Tenant | None = None) -> Slot | None:
+        """A slot marked STAGED, evicting what must go; None when all else is held or staged.
+
+        A tenant that would be over its quota makes room among its own blocks, or gets None.
+        """
+        if tenant is not None and not self.quotas.admit(tenant, size_class.slot_bytes):
+            return None
         slot = self.pool.take(size_class)
         steps = 0
         while slot is None and steps < MAX_ROOM_STEPS and self._make_room(size_class):
@@ -55,8 +79,14 @@ class Holdings:
             steps += 1
         return slot
 
-    def take_all(self, namespace: StoredNamespace, parts: Iterable[int]) -> dict[int, Slot] | None:
-        """A slot for each of these parts of one block, or none at all."""
+    def take_all(
+        self, namespace: StoredNamespace, parts: Sequence[int], tenant: Tenant | None = None
+    ) -> dict[int, Slot] | None:
+        """A slot for each of these parts of one block, or none at all. Quotas as in `take`."""
+        if tenant is not None:
+            wanted_bytes = sum(namespace.size_classes[part].slot_bytes for part in parts)
+            if not self.quotas.admit(tenant, wanted_bytes):
+                return None
         slots: dict[int, Slot] = {}
         for part in parts:
             slot = self.take(namespace.size_classes[part])
@@ -80,6 +110,10 @@ class Holdings:
         for _ in range(TRIM_BLOCKS):
             if self.pool.slots.usage <= self._config.low_watermark:
                 return False
+            over = self.quotas.victim()
+            if over is not None:
+                self.quotas.evict(over)
+                continue
             victim = self.queue.oldest_of_all(self.catalog.is_evictable)
             part = self.catalog.old_parts.oldest_of_all(self.catalog.may_lose_part)
             if part is not None and (victim is None or part.access < victim.access):
@@ -131,7 +165,7 @@ class Holdings:
         self.counters["promoted_blocks"] += 1
 
     def lose_ssd(self, block: Block) -> None:
-        """The block's SSD copy cannot be read: forget it."""
+        """Forget the block's SSD copy: it cannot be read, or must go."""
         self._let_go(self.catalog.drop_ssd(block))
 
     def quarantine(self, block: Block) -> None:
@@ -152,6 +186,15 @@ class Holdings:
         """End one pin of each; a doomed block's slots are freed with the last one."""
         self.give_back(self.catalog.unpin(blocks))
 
+    def expire_pins(self, now: float) -> None:
+        """End the soft pins whose time is over."""
+        self.unkeep(self.pins.expire(now))
+
+    def unkeep(self, blocks: Iterable[Block]) -> None:
+        """An operator's pin on these blocks has ended."""
+        for block in blocks:
+            self.catalog.offer(block)
+
     def publish(self) -> None:
         """Hand the recorded events to the sink, in order."""
         events = self.catalog.drain_events()
@@ -164,8 +207,16 @@ class Holdings:
         self.catalog.check_integrity()
         self.queue.check_integrity()
         self.pool.check_integrity()
+        self.pins.check_integrity(self.catalog.blocks)
+        self.tenants.check_integrity(self.catalog.blocks.values())
 
     # ---- inner steps ----
+
+    def _unlinked(self, block: Block) -> None:
+        """A block that had to stay has left every tier all the same."""
+        if self.pins.is_hard(block):
+            self.lost_pins.append((block.namespace.id, block.hash))
+        self.pins.unpin([block])
 
     def _count_policy_failure(self) -> None:
         self.counters["policy_failures"] += 1
@@ -179,6 +230,8 @@ class Holdings:
 
         The oldest block of all decides: when it is another namespace's, room moves over to us.
         """
+        if self.quotas.shed(wanted):
+            return True
         is_evictable = self.catalog.is_evictable
         own = self.queue.oldest(wanted.namespace_id, is_evictable)
         oldest = self.queue.oldest_of_all(is_evictable)

@@ -23,7 +23,13 @@ from rocksdict import Options, Rdict, WriteBatch
 from client_sdk import faults
 from emberkv_proto.errors import CorruptionError, InvalidRequestError, PreflightError
 from emberkv_proto.layout import MAX_NAMESPACE_BYTES, Namespace
-from emberkv_proto.types import Incarnation, NamespaceId
+from emberkv_proto.types import (
+    BLOCK_HASH_BYTES,
+    NAMESPACE_ID_BYTES,
+    BlockHash,
+    Incarnation,
+    NamespaceId,
+)
 from store_daemon.files import DirectoryLock, write_durably
 from store_daemon.tiers.segments import SsdRow
 
@@ -31,6 +37,7 @@ _log = logging.getLogger(__name__)
 
 DATA_FORMAT = 1
 _ROW_PREFIX = b"r"
+_PIN_PREFIX = b"p"
 _COVERED = b"m/covered-through"
 _INCARNATION = b"m/incarnation"
 # What RocksDB says when the machine, not the database, is the problem.
@@ -158,6 +165,40 @@ class LocalIndex:
         batch = WriteBatch(raw_mode=True)
         batch.put(_COVERED, segment.to_bytes(8, "little"))
         self._write(batch)
+
+    # -- hard pins -----------------------------------------------------------------------------
+
+    def put_pins(self, namespace_id: NamespaceId, hashes: Sequence[BlockHash]) -> None:
+        """Keep hard pins over restarts; lost with the database."""
+        batch = WriteBatch(raw_mode=True)
+        for block_hash in hashes:
+            batch.put(_PIN_PREFIX + namespace_id + block_hash, b"")
+        self._write(batch)
+
+    def delete_pins(self, pins: Sequence[tuple[NamespaceId, BlockHash]]) -> None:
+        batch = WriteBatch(raw_mode=True)
+        for namespace_id, block_hash in pins:
+            batch.delete(_PIN_PREFIX + namespace_id + block_hash)
+        self._write(batch)
+
+    def pins(self) -> list[tuple[NamespaceId, BlockHash]]:
+        """Namespace and hash of every block under a hard pin. Raises OSError."""
+        size = len(_PIN_PREFIX) + NAMESPACE_ID_BYTES
+        with self._mutex:
+            found: list[tuple[NamespaceId, BlockHash]] = []
+            iterator = self._live().iter()
+            try:
+                iterator.seek(_PIN_PREFIX)
+                while iterator.valid() and (key := iterator.key()).startswith(_PIN_PREFIX):
+                    if len(key) == size + BLOCK_HASH_BYTES:
+                        found.append((NamespaceId(key[1:size]), BlockHash(key[size:])))
+                    iterator.next()
+                iterator.status()
+            except Exception as error:  # as in _open_database
+                raise OSError(errno.EIO, f"local index: {error}") from error
+            finally:
+                del iterator  # as in _scan
+            return found
 
     # -- life ----------------------------------------------------------------------------------
 

@@ -62,7 +62,7 @@ class Promoter:
         rows = {part: row for part in missing if (row := block.rows[part]) is not None}
         if len(rows) < len(missing) or self._ssd is None:
             return False
-        slots = self._holdings.take_all(block.namespace, missing)
+        slots = self._holdings.take_all(block.namespace, missing, block.tenant)
         if slots is None:
             self._holdings.counters["no_space_promotions"] += 1
             return False

@@ -16,6 +16,7 @@ from emberkv_proto.convert import (
     engine_to_wire,
     hashes_from_wire,
     parent_from_wire,
+    salt_id_from_wire,
     u64s_from_wire,
     u64s_to_wire,
 )
@@ -232,7 +233,10 @@ class Servicer:
     def _stage(self, session: Session, request: Message) -> Message:
         assert isinstance(request, store_pb2.StageRequest)
         staged = self.store.stage(
-            session, hashes_from_wire(request.hashes), parent_from_wire(request.parent)
+            session,
+            hashes_from_wire(request.hashes),
+            parent_from_wire(request.parent),
+            salt_id_from_wire(request.salt_id),
         )
         return store_pb2.StageResponse(
             stage_id=staged.stage_id, states=staged.states, offsets=u64s_to_wire(staged.offsets)

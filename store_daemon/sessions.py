@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from emberkv_proto.errors import InvalidRequestError
-from emberkv_proto.types import BlockHash, EngineInfo
+from emberkv_proto.types import BlockHash, EngineInfo, StageState
 from store_daemon.block import Block, StoredNamespace
 from store_daemon.leases import SessionId
 from store_daemon.tiers.slots import Slot
@@ -59,3 +59,14 @@ class Probed:
 
     hit_blocks: int
     tiers: bytes
+
+
+def stage_state(block: Block, namespace: StoredNamespace, part: int, part_bit: int) -> StageState:
+    """What a stage of this part of an existing block gets."""
+    if block.namespace is not namespace:
+        return StageState.NO_SPACE  # a hash that only a forged chain can share
+    if block.slots[part] is not None or block.rows[part] is not None:
+        return StageState.PRESENT
+    if block.writers & part_bit:
+        return StageState.IN_PROGRESS
+    return StageState.GRANTED

@@ -16,9 +16,7 @@ from emberkv_proto.errors import (
     DrainingError,
     InvalidRequestError,
     LeaseExpiredError,
-    PoolFullError,
     UnknownLeaseError,
-    UnknownNamespaceError,
     UnknownStageError,
 )
 from emberkv_proto.events import Keys
@@ -28,6 +26,7 @@ from emberkv_proto.types import (
     BlockHash,
     EngineInfo,
     NamespaceId,
+    SaltId,
     StageState,
     Tier,
     TierDigest,
@@ -39,9 +38,13 @@ from store_daemon.leases import PEERS as PEERS
 from store_daemon.leases import Lease, LeaseId, SessionId
 from store_daemon.lending import Lender, LendingTimes
 from store_daemon.local_index import LocalIndex
+from store_daemon.namespaces import NamespaceBook
+from store_daemon.operations import Operations
 from store_daemon.ports import EventSink, PeerGrant, Puller, PullRoom
-from store_daemon.sessions import Probed, Session, Staged, StagedPart
+from store_daemon.quotas import tenants_of
+from store_daemon.sessions import Probed, Session, Staged, StagedPart, stage_state
 from store_daemon.staged_run import StagedRun
+from store_daemon.tenants import Tenant
 from store_daemon.tiers.pool import Pool
 from store_daemon.tiers.slots import SizeClass, Slot
 from store_daemon.tiers.ssd import SsdTier
@@ -49,7 +52,6 @@ from store_daemon.writeback import WritebackQueue
 
 log = logging.getLogger(__name__)
 TICK_SECONDS = 0.1
-MAX_NAMESPACES = 4096
 _STAGE_COUNTERS = {int(state): f"staged_{state.name.lower()}" for state in StageState}
 
 
@@ -77,7 +79,7 @@ class BlockStore:
         ssd: SsdTier | None,
         clock: Callable[[], float],
     ) -> None:
-        self.holdings = Holdings(settings.dram, pool, clock)
+        self.holdings = Holdings(settings.dram, pool, clock, tenants_of(settings))
         self.holdings.on_resident = self._became_resident
         self.sessions: dict[SessionId, Session] = {}
         self.is_draining = False
@@ -94,10 +96,10 @@ class BlockStore:
             if ssd is not None
             else None
         )
-        self._namespaces = {
-            namespace_id: StoredNamespace.of(namespace)
-            for namespace_id, namespace in index.namespaces().items()
-        }
+        self._namespaces = NamespaceBook(index, pool.slots)
+        self.operations = Operations(
+            self.holdings, index, self._namespaces, clock, self._forget_rows_soon
+        )
         self._last_session = 0
         self._last_stage = 0
         self._limbo: list[tuple[float, Slot]] = []
@@ -111,7 +113,7 @@ class BlockStore:
         """Take over what earlier lives left in the pool and on SSD; announces it as stored."""
         holdings, catalog = self.holdings, self.holdings.catalog
         for found in holdings.pool.found:
-            namespace = self._namespaces[found.namespace_id]
+            namespace = self._namespaces.known(found.namespace_id)
             header = found.header
             if not catalog.recover_part(
                 namespace, header.block_hash, header.parent, found.part, found.slot
@@ -125,6 +127,7 @@ class BlockStore:
             if known is None or not catalog.recover_row(known, row):
                 holdings.rows_to_forget.append(row)
         holdings.drop_incomplete()
+        self.operations.recover_pins()
         holdings.counters["recovered_blocks_dram"] = holdings.blocks_of(Tier.DRAM)
         holdings.counters["recovered_blocks_ssd"] = holdings.blocks_of(Tier.SSD)
         holdings.publish()
@@ -202,7 +205,7 @@ class BlockStore:
             if self.is_draining:
                 raise DrainingError("the daemon is shutting down and takes no new sessions")
             namespace.part_bytes(part)
-            own = self._enter_namespace(namespace)
+            own = self._namespaces.enter(namespace)
         self._last_session += 1
         session = Session(SessionId(self._last_session), client, own, part, engine)
         self.sessions[session.id] = session
@@ -224,9 +227,16 @@ class BlockStore:
     # ---- writing ----
 
     def stage(
-        self, session: Session, hashes: Sequence[BlockHash], parent: BlockHash | None
+        self,
+        session: Session,
+        hashes: Sequence[BlockHash],
+        parent: BlockHash | None,
+        salt_id: SaltId | None = None,
     ) -> Staged:
-        """Grant slots for the blocks of a chain run that are not there yet. O(len(hashes))."""
+        """Grant slots for the blocks of a chain run that are not there yet. O(len(hashes)).
+
+        New blocks count against the quota of `salt_id`; None: nobody's.
+        """
         if self.is_draining:
             raise DrainingError("the daemon is shutting down and takes no new blocks")
         if parent is not None and parent in hashes:
@@ -236,6 +246,7 @@ class BlockStore:
         holdings = self.holdings
         blocks, queue, part_bit = holdings.catalog.blocks, holdings.queue, 1 << part
         queue.next_access()
+        tenant = holdings.tenants.of(salt_id)
         known: list[Block] = []
         catalog = holdings.catalog
         previous = catalog.find(namespace, parent) if parent is not None else None
@@ -248,14 +259,15 @@ class BlockStore:
             state = StageState.GRANTED
             if block is not None:
                 known.append(block)
-                state = _state_of(block, namespace, part, part_bit)
+                state = stage_state(block, namespace, part, part_bit)
             if state is StageState.GRANTED:
-                slot = None if is_full else self._take_beside(previous, size_class)
+                owner = tenant if block is None else block.tenant
+                slot = None if is_full else self._take_beside(previous, size_class, owner)
                 if slot is None:
                     is_full = True
                     state = StageState.NO_SPACE
                 else:
-                    block = catalog.begin_part(namespace, block_hash, parent, part)
+                    block = catalog.begin_part(namespace, block_hash, parent, part, tenant)
                     granted[block_hash] = StagedPart(block, slot)
                     offsets[number] = slot.offset
             states[number] = state
@@ -391,9 +403,7 @@ class BlockStore:
         """Raises DrainingError, UnknownNamespaceError."""
         if self.is_draining:
             raise DrainingError("the daemon is shutting down and lends no more")
-        namespace = self._namespaces.get(namespace_id)
-        if namespace is None:
-            raise UnknownNamespaceError(f"namespace {namespace_id.hex()} is not known here")
+        namespace = self._namespaces.known(namespace_id)
         grant = await self.lender.peer_acquire(namespace, hashes, lease_seconds)
         log.debug("peer lease: to=%s blocks=%d", requester, grant.usable_blocks)
         return grant
@@ -412,7 +422,7 @@ class BlockStore:
         self, namespace: Namespace, parent: BlockHash | None, hashes: Sequence[BlockHash]
     ) -> PullRoom:
         """Stage the leading blocks that are nowhere here yet and for which there is room."""
-        own = self._enter_namespace(namespace)
+        own = self._namespaces.enter(namespace)
         run = StagedRun(self.holdings)
         self.holdings.queue.next_access()
         for block_hash in hashes:
@@ -476,39 +486,18 @@ class BlockStore:
 
     # ---- inner steps ----
 
-    def _enter_namespace(self, namespace: Namespace) -> StoredNamespace:
-        """The namespace as blocks refer to it; made durable before its first block."""
-        known = self._namespaces.get(namespace.id)
-        if known is not None:
-            return known
-        if len(self._namespaces) >= MAX_NAMESPACES:
-            raise InvalidRequestError(f"this node holds {MAX_NAMESPACES} namespaces already")
-        slots = self.holdings.pool.slots
-        if slots.extent_count < namespace.parts:
-            raise InvalidRequestError(
-                f"blocks of {namespace.parts} parts need as many extents, the pool has"
-                f" {slots.extent_count}; lower dram.extent_bytes or raise dram.capacity_bytes"
-            )
-        entered = StoredNamespace.of(namespace)
-        for size_class in entered.size_classes:
-            slots.check_fits(size_class)
-        try:
-            self._index.put_namespace(namespace)
-        except OSError as error:
-            raise PoolFullError(
-                f"a new namespace cannot be kept in daemon.data_dir: {error.strerror}; free space"
-                " there"
-            ) from None
-        self._namespaces[entered.id] = entered
-        return entered
-
-    def _take_beside(self, parent: Block | None, size_class: SizeClass) -> Slot | None:
+    def _take_beside(
+        self, parent: Block | None, size_class: SizeClass, tenant: Tenant | None
+    ) -> Slot | None:
         """A slot for a child of `parent`, which must not be evicted to make room for it."""
-        slot = self.holdings.pool.take(size_class)
-        if slot is not None or parent is None:
-            return slot or self.holdings.take(size_class)
+        if tenant is None:
+            slot = self.holdings.pool.take(size_class)
+            if slot is not None:
+                return slot
+        if parent is None:
+            return self.holdings.take(size_class, tenant)
         self.holdings.catalog.pin(parent)
-        slot = self.holdings.take(size_class)
+        slot = self.holdings.take(size_class, tenant)
         self.holdings.unpin([parent])
         return slot
 
@@ -563,8 +552,7 @@ class BlockStore:
     def _trim(self) -> None:
         self._is_trimming = self.holdings.trim()
         self.holdings.publish()
-        if self.writeback is not None and self.holdings.rows_to_forget:
-            self.writeback.wake()
+        self._forget_rows_soon()
         if self._is_trimming:
             asyncio.get_running_loop().call_soon(self._trim)
 
@@ -572,13 +560,18 @@ class BlockStore:
         """Expire leases and wake resting slots. Called every TICK_SECONDS."""
         now = self._clock()
         self.lender.expire()
+        self.holdings.expire_pins(now)
+        self.operations.forget_lost_pins()
         rested = [slot for until, slot in self._limbo if now >= until]
         self._limbo = [entry for entry in self._limbo if now < entry[0]]
         self.holdings.give_back(rested)
         self.holdings.publish()
+        self._forget_rows_soon()
+        self._trim_soon()
+
+    def _forget_rows_soon(self) -> None:
         if self.writeback is not None and self.holdings.rows_to_forget:
             self.writeback.wake()
-        self._trim_soon()
 
     async def _tick(self) -> None:
         while True:
@@ -591,14 +584,3 @@ class BlockStore:
             if block.in_dram and not block.is_verified:
                 self.lender.promoter.bring(block, ())
                 await self.lender.promoter.settle()
-
-
-def _state_of(block: Block, namespace: StoredNamespace, part: int, part_bit: int) -> StageState:
-    """What a stage of this part of an existing block gets."""
-    if block.namespace is not namespace:
-        return StageState.NO_SPACE  # a hash that only a forged chain can share
-    if block.slots[part] is not None or block.rows[part] is not None:
-        return StageState.PRESENT
-    if block.writers & part_bit:
-        return StageState.IN_PROGRESS
-    return StageState.GRANTED

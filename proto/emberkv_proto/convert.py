@@ -19,6 +19,7 @@ from emberkv_proto.events import (
 from emberkv_proto.types import (
     BLOCK_HASH_BYTES,
     NAMESPACE_ID_BYTES,
+    SALT_ID_BYTES,
     BlockHash,
     EngineInfo,
     Incarnation,
@@ -26,6 +27,7 @@ from emberkv_proto.types import (
     NodeHit,
     NodeId,
     NodeReport,
+    SaltId,
     Seq,
     Tier,
     TierDigest,
@@ -65,6 +67,12 @@ def parent_from_wire(packed: bytes) -> BlockHash | None:
     if packed and len(packed) != BLOCK_HASH_BYTES:
         raise InvalidRequestError(f"parent has {len(packed)} bytes; wanted 32, or none")
     return BlockHash(packed) if packed else None
+
+
+def salt_id_from_wire(packed: bytes) -> SaltId | None:
+    if packed and len(packed) != SALT_ID_BYTES:
+        raise InvalidRequestError(f"salt_id has {len(packed)} bytes; wanted 16, or none")
+    return SaltId(packed) if packed else None
 
 
 def u64s_to_wire(values: Sequence[int] | npt.NDArray[np.uint64]) -> bytes:

@@ -19,7 +19,14 @@ import numpy as np
 import numpy.typing as npt
 
 from emberkv_proto.errors import InvalidRequestError
-from emberkv_proto.types import BLOCK_HASH_BYTES, BlockHash, IndexKey, NamespaceId
+from emberkv_proto.types import (
+    BLOCK_HASH_BYTES,
+    SALT_ID_BYTES,
+    BlockHash,
+    IndexKey,
+    NamespaceId,
+    SaltId,
+)
 
 Tokens = Sequence[int] | npt.NDArray[np.integer]
 _LENGTH = struct.Struct("<I")
@@ -59,6 +66,14 @@ def multimodal_key(content_hash: bytes, offset_tokens: int) -> ExtraKey:
     return ExtraKey(
         ExtraKeyTag.MULTIMODAL, _prefixed(content_hash) + struct.pack("<q", offset_tokens)
     )
+
+
+def salt_id(salt: bytes) -> SaltId | None:
+    """Whose quota blocks under this cache salt count against; None without a salt: nobody's.
+
+    It names the tenant to operators and metrics without giving the salt away.
+    """
+    return SaltId(blake3.blake3(salt).digest()[:SALT_ID_BYTES]) if salt else None
 
 
 def chain_root(namespace_id: NamespaceId, salt: bytes = b"") -> BlockHash:

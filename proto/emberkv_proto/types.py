@@ -19,6 +19,9 @@ IndexKey = NewType("IndexKey", int)
 NamespaceId = NewType("NamespaceId", bytes)
 """First 16 bytes of BLAKE3 over the namespace's canonical JSON."""
 
+SaltId = NewType("SaltId", bytes)
+"""First 16 bytes of BLAKE3 over a tenant's cache salt: whose quota a block counts against."""
+
 NodeId = NewType("NodeId", str)
 Incarnation = NewType("Incarnation", int)
 """Grows by one at each start of a node's daemon; fences what an earlier life still sends."""
@@ -31,6 +34,7 @@ PartIndex = NewType("PartIndex", int)
 
 BLOCK_HASH_BYTES = 32
 NAMESPACE_ID_BYTES = 16
+SALT_ID_BYTES = 16
 
 
 class Tier(IntEnum):

@@ -10,7 +10,7 @@ import numpy as np
 from emberkv_proto.events import BlocksRemoved, BlocksStored, Event
 from emberkv_proto.hashing import block_hashes, checksum
 from emberkv_proto.layout import Group, GroupKind, Namespace
-from emberkv_proto.types import BlockHash, Incarnation, Tier
+from emberkv_proto.types import BlockHash, Incarnation, SaltId, Tier
 from store_daemon.block import StoredNamespace
 from store_daemon.config import DaemonSection, DaemonSettings, DramSection, NodeSection, SsdSection
 from store_daemon.leases import Lease
@@ -145,10 +145,14 @@ class SmallStore:
         return numbers
 
     def put(
-        self, session: Session, hashes: Sequence[BlockHash], parent: BlockHash | None = None
+        self,
+        session: Session,
+        hashes: Sequence[BlockHash],
+        parent: BlockHash | None = None,
+        salt_id: SaltId | None = None,
     ) -> int:
         """Stage, write and commit; return how many blocks were granted."""
-        staged = self.store.stage(session, hashes, parent)
+        staged = self.store.stage(session, hashes, parent, salt_id)
         numbers = self.write(session, hashes, staged)
         if not numbers:
             return 0

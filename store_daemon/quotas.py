@@ -1,0 +1,104 @@
+"""Whose blocks go because of a quota: a tenant's own before others', and first when room is needed.
+
+Runs on the daemon's event loop; nothing here waits. Inside a tenant leaves go first, then what was
+used least recently.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+from emberkv_proto.types import SaltId
+from store_daemon.block import Block
+from store_daemon.catalog import BlockCatalog
+from store_daemon.config import DaemonSettings
+from store_daemon.eviction import EvictionQueue
+from store_daemon.tenants import Tenant, TenantBook, quota_of
+from store_daemon.tiers.slots import SizeClass
+
+MOST_EVICTED = 256
+"""Blocks that one call evicts of a tenant at most; bounds one turn of the loop."""
+SHED_BLOCKS = 16
+"""Most blocks of tenants over quota that one step of making room evicts."""
+
+
+class QuotaEviction:
+    """Evicts what quotas say must go.
+
+    Args:
+        evict: frees a victim's slots.
+    """
+
+    def __init__(
+        self,
+        tenants: TenantBook,
+        catalog: BlockCatalog,
+        queue: EvictionQueue,
+        counters: Counter[str],
+        evict: Callable[[Block], None],
+    ) -> None:
+        self._tenants = tenants
+        self._catalog = catalog
+        self._queue = queue
+        self._counters = counters
+        self._evict = evict
+
+    def admit(self, tenant: Tenant, byte_count: int) -> bool:
+        """Evict the tenant's own blocks until it may take so many bytes; False: it may not.
+
+        Then all else it has is held, or the quota is smaller than what it asks for.
+        """
+        for _ in range(MOST_EVICTED):
+            if not tenant.exceeds_dram(byte_count):
+                return True
+            victim = self._victim_of(tenant)
+            if victim is None:
+                break
+            self.evict(victim)
+        if tenant.exceeds_dram(byte_count):
+            self._counters["over_quota_refused"] += 1
+            return False
+        return True
+
+    def shed(self, wanted: SizeClass) -> bool:
+        """Evict some blocks of who is over quota; return whether a slot of the class came free."""
+        for _ in range(SHED_BLOCKS):
+            victim = self.victim()
+            if victim is None:
+                return False
+            part, is_own = wanted.part, victim.namespace.id == wanted.namespace_id
+            is_wanted = is_own and victim.slots[part] is not None
+            self.evict(victim)
+            if is_wanted:
+                return True
+        return False
+
+    def victim(self) -> Block | None:
+        """The next block of who is over quota; None: nobody is, or all they have is held."""
+        for tenant in self._tenants.over_quota():
+            victim = self._victim_of(tenant)
+            if victim is not None:
+                return victim
+        return None
+
+    def evict(self, victim: Block) -> None:
+        """Evict and count a block that goes because of its tenant's quota."""
+        assert victim.tenant is not None
+        victim.tenant.evicted_blocks += 1
+        self._counters["over_quota_blocks"] += 1
+        self._evict(victim)
+
+    def _victim_of(self, tenant: Tenant) -> Block | None:
+        return tenant.in_dram.next(self._catalog.is_evictable, self._queue.withdraw)
+
+
+def tenants_of(settings: DaemonSettings) -> TenantBook:
+    """The tenants with the quotas that are configured."""
+    return TenantBook(
+        quota_of(settings.dram.tenant_quota_bytes, settings.ssd.tenant_quota_bytes),
+        {
+            SaltId(bytes.fromhex(salt_id)): quota_of(own.dram_bytes, own.ssd_bytes)
+            for salt_id, own in settings.tenants.items()
+        },
+    )
