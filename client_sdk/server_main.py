@@ -8,17 +8,18 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import logging
 import os
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import uvloop
 
-from client_sdk import faults
+from client_sdk import faults, logs
+from client_sdk.logs import LogStyle
 from client_sdk.settings import Settings, load_settings
 from emberkv_proto import __version__
 from emberkv_proto.errors import EmberError
@@ -27,34 +28,63 @@ S = TypeVar("S", bound=Settings)
 USER_MISTAKE = 2
 
 
+@dataclass(frozen=True, slots=True)
+class SettingsSource(Generic[S]):
+    """Where a process's settings come from: its config file, its environment, its flags."""
+
+    kind: type[S]
+    path: Path | None
+    overrides: tuple[str, ...]
+
+    def load(self) -> S:
+        """Read them, anew each time. Raises ConfigError."""
+        return load_settings(self.kind, self.path, self.overrides)
+
+
 def run_server(
     name: str,
     kind: type[S],
     serve: Callable[[S], Coroutine[Any, Any, None]],
     arguments: Sequence[str] | None = None,
-    log_level: Callable[[S], str] = lambda _: "info",
+    log_style: Callable[[S], LogStyle] = lambda _: LogStyle(),
 ) -> int:
     """Read the command line and the settings, then `serve`.
 
     Returns the exit code: 0 after a clean stop, 2 with one line for what the user can mend.
     """
+    return run_from(name, read_command_line(name, kind, arguments), serve, log_style)
+
+
+def read_command_line(
+    name: str, kind: type[S], arguments: Sequence[str] | None = None
+) -> SettingsSource[S]:
+    """Ends the process with SystemExit after --help, --version or a usage error."""
     sections = ", ".join(kind.model_fields)
     parser = argparse.ArgumentParser(prog=f"python -m {name}")
     parser.add_argument("--config", type=Path, help=f"YAML file; sections read: {sections}")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
     parser.add_argument("--version", action="version", version=f"emberkv {__version__}")
     options = parser.parse_args(arguments)
+    return SettingsSource(kind, options.config, tuple(options.set))
+
+
+def run_from(
+    name: str,
+    source: SettingsSource[S],
+    serve: Callable[[S], Coroutine[Any, Any, None]],
+    log_style: Callable[[S], LogStyle],
+) -> int:
+    """As `run_server`, from where the settings can be read again."""
     try:
-        settings = load_settings(kind, options.config, options.set)
-        logging.basicConfig(
-            level=log_level(settings).upper(),
-            format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        )
+        settings = source.load()
+        logs.configure(log_style(settings))
         faults.arm_from(os.environ)
         uvloop.run(serve(settings))
     except (EmberError, OSError) as error:
         print(f"{name.rpartition('.')[2]}: {error}", file=sys.stderr)
         return USER_MISTAKE
+    finally:
+        logs.unconfigure()
     return 0
 
 

@@ -6,6 +6,7 @@ import random
 import sys
 from collections.abc import Sequence
 
+from client_sdk.logs import LogStyle
 from client_sdk.server_main import run_server, stop_signal, write_endpoint
 from router.app import Router
 from router.config import RouterSettings
@@ -29,7 +30,11 @@ async def serve(settings: RouterSettings) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     return run_server(
-        "router", RouterSettings, serve, arguments, lambda settings: settings.router.log_level
+        "router",
+        RouterSettings,
+        serve,
+        arguments,
+        lambda settings: LogStyle(settings.router.log_level, settings.router.log_format),
     )
 
 

@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from client_sdk.logs import LogFormat, LogLevel
 from client_sdk.settings import Section, Settings
 from global_index.config import IndexSection
 
@@ -105,7 +106,9 @@ class RouterSection(Section):
     """A client connection without a request, or with half a one, is closed after it."""
     drain_seconds: Annotated[float, Field(ge=0)] = 20.0
     """On SIGTERM, how long requests in flight may go on."""
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_level: LogLevel = "info"
+    log_format: LogFormat = "text"
+    """text for people, json (a line each) for a log collector."""
 
 
 class RouterSettings(Settings):
