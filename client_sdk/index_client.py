@@ -11,6 +11,7 @@ import grpc
 import numpy as np
 import numpy.typing as npt
 
+from client_sdk.tls import Tls, open_channel
 from emberkv_proto.convert import (
     digest_from_wire,
     engine_from_wire,
@@ -70,8 +71,11 @@ class IndexClient:
     other EmberErrors as the index sends them. Belongs to one event loop; close it there.
     """
 
-    def __init__(self, address: str, *, timeout_seconds: float = 1.0) -> None:
+    def __init__(
+        self, address: str, *, timeout_seconds: float = 1.0, tls: Tls | None = None
+    ) -> None:
         self.address = address
+        self._tls = tls
         self._timeout_seconds = timeout_seconds
         self._channel: grpc.aio.Channel | None = None
 
@@ -108,7 +112,7 @@ class IndexClient:
 
     def _stub(self) -> index_pb2_grpc.IndexStub:
         if self._channel is None:
-            self._channel = grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS)
+            self._channel = open_channel(self.address, self._tls, CHANNEL_OPTIONS)
         return index_pb2_grpc.IndexStub(self._channel)  # type: ignore[no-untyped-call]
 
     def _timeout(self, seconds: float | None) -> float:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -43,6 +44,24 @@ class Settings(BaseModel):
     """A process's settings: one field per section it reads."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+@dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """Paths of a process's certificate (with its chain), its private key, and the CAs it trusts."""
+
+    cert: Path
+    key: Path
+    ca: Path
+
+
+def tls_files_of(cert: Path | None, key: Path | None, ca: Path | None) -> TlsFiles | None:
+    """All three or none. Raises ValueError, for a section's validator to pass on."""
+    if cert is not None and key is not None and ca is not None:
+        return TlsFiles(cert, key, ca)
+    if cert is None and key is None and ca is None:
+        return None
+    raise ValueError("tls_cert_file, tls_key_file and tls_ca_file go together: set all or none")
 
 
 S = TypeVar("S", bound=Settings)

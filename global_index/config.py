@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from client_sdk.settings import Section, Settings
+from client_sdk.logs import LogFormat, LogLevel
+from client_sdk.settings import Section, Settings, TlsFiles, tls_files_of
 
 _ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):(\d{1,5})")
 Seconds = Annotated[float, Field(gt=0)]
@@ -28,8 +30,17 @@ class IndexSection(Section):
     """Silence after which a node's DRAM rows are dropped."""
     backend: Literal["auto", "numba", "python"] = "auto"
     """auto: numba, or python where it cannot be used."""
+    tls_cert_file: Path | None = None
+    """PEM. With the other two: mutual TLS on this port, and towards the daemons."""
+    tls_key_file: Path | None = None
+    tls_ca_file: Path | None = None
+    """Who has a certificate of this CA may connect."""
     metrics_port: Port = 7201
     """HTTP /metrics, /health, /ready on `host`. 0 picks a free port."""
+    log_level: LogLevel = "info"
+    """Of an index that is a process of its own; one in a router logs as the router does."""
+    log_format: LogFormat = "text"
+    """text for people, json (a line each) for a log collector."""
 
     @field_validator("nodes")
     @classmethod
@@ -42,8 +53,12 @@ class IndexSection(Section):
             raise ValueError("an address stands twice")
         return nodes
 
+    def tls_files(self) -> TlsFiles | None:
+        return tls_files_of(self.tls_cert_file, self.tls_key_file, self.tls_ca_file)
+
     @model_validator(mode="after")
     def _ordered(self) -> IndexSection:
+        self.tls_files()
         if self.gone_seconds <= self.suspect_seconds:
             raise ValueError(
                 f"gone_seconds {self.gone_seconds} must be above"

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 
+from client_sdk.tls import Tls
 from emberkv_proto.errors import ConfigError
 from emberkv_proto.events import Keys
 from emberkv_proto.types import NodeHit, NodeId
@@ -55,7 +56,7 @@ class GlobalIndex:
     """Index, ingest, membership and one subscriber per daemon, behind one object.
 
     Use as `async with GlobalIndex(section) as index:`. Queries answer at any time; with no node
-    known, or all away, they answer nothing.
+    known, or all away, they answer nothing. Raises ConfigError when the TLS files do not fit.
     """
 
     def __init__(
@@ -67,6 +68,9 @@ class GlobalIndex:
         wall: Callable[[], float] = time.time,
     ) -> None:
         self._section = section
+        files = section.tls_files()
+        self.tls = Tls.read(files) if files is not None else None
+        """Towards the daemons, and for whoever serves this index."""
         self._name = name
         self._clock = clock
         self._wall = wall
@@ -116,6 +120,7 @@ class GlobalIndex:
             message_seconds=max(1.0, 2 * self._section.suspect_seconds),
             clock=self._clock,
             wall=self._wall,
+            tls=self.tls,
         )
         self._subscribers[address] = subscriber
         self._tasks[address] = asyncio.create_task(self._supervise(address, subscriber.run))

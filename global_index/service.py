@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 
 from client_sdk.index_client import CHANNEL_OPTIONS, ERROR_METADATA_KEY
+from client_sdk.tls import bind
 from emberkv_proto.convert import digest_to_wire, engine_to_wire, hit_to_wire, keys_from_wire
 from emberkv_proto.errors import EmberError, InvalidRequestError, PreflightError
 from emberkv_proto.v1 import index_pb2, index_pb2_grpc
@@ -82,7 +83,7 @@ async def start_server(
         IndexServicer(index, observe), server
     )
     try:
-        bound = server.add_insecure_port(f"{host}:{port}")
+        bound = bind(server, f"{host}:{port}", index.tls)
     except RuntimeError as error:
         raise PreflightError(
             f"cannot listen on {host}:{port}; set index.host or index.port"

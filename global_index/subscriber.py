@@ -18,6 +18,7 @@ import grpc
 
 from client_sdk import aio, faults
 from client_sdk.index_client import CHANNEL_OPTIONS
+from client_sdk.tls import Tls, open_channel
 from emberkv_proto.convert import batch_from_wire, page_from_wire, report_from_wire
 from emberkv_proto.errors import EmberError, InvalidRequestError, UnavailableError
 from emberkv_proto.events import SnapshotNeeded
@@ -55,8 +56,10 @@ class Subscriber:
         message_seconds: float,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
+        tls: Tls | None = None,
     ) -> None:
         self.address = address
+        self._tls = tls
         self.counts = StreamCounts()
         self._directory = directory
         self._gate = snapshot_gate
@@ -73,9 +76,7 @@ class Subscriber:
         while True:
             self._got_message = False
             try:
-                async with grpc.aio.insecure_channel(
-                    self.address, options=CHANNEL_OPTIONS
-                ) as channel:
+                async with open_channel(self.address, self._tls, CHANNEL_OPTIONS) as channel:
                     stub = index_pb2_grpc.EventsStub(channel)  # type: ignore[no-untyped-call]
                     await self._follow(stub)
             except (grpc.aio.AioRpcError, asyncio.TimeoutError, TimeoutError, EmberError) as error:

@@ -5,19 +5,23 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from client_sdk.server_main import run_server
+from client_sdk.logs import LogStyle
+from client_sdk.server_main import read_command_line, run_from
 from store_daemon.app import Daemon
 from store_daemon.config import DaemonSettings
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    return run_server(
-        "store_daemon", DaemonSettings, serve, arguments, lambda s: s.daemon.log_level
-    )
+    source = read_command_line("store_daemon", DaemonSettings, arguments)
+
+    async def serve(settings: DaemonSettings) -> None:
+        await Daemon(settings).run()
+
+    return run_from("store_daemon", source, serve, log_style)
 
 
-async def serve(settings: DaemonSettings) -> None:
-    await Daemon(settings).run()
+def log_style(settings: DaemonSettings) -> LogStyle:
+    return LogStyle(settings.daemon.log_level, settings.daemon.log_format)
 
 
 if __name__ == "__main__":

@@ -9,20 +9,30 @@ import logging
 import os
 import signal
 import time
+from collections.abc import Callable
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
+from typing import Protocol, TypeVar
 
-from client_sdk import faults
+from client_sdk import faults, logs
 from client_sdk.index_client import IndexClient
+from client_sdk.tls import Tls
 from emberkv_proto.types import NodeId, Tier
 from store_daemon.block import StoredNamespace
 from store_daemon.config import DaemonSettings
 from store_daemon.files import write_durably
-from store_daemon.grpc_server import GrpcServer, OperatorCalls
+from store_daemon.grpc_server import GrpcParts, GrpcServer
+from store_daemon.http_server import HttpServer
+from store_daemon.life import Life
 from store_daemon.local_index import LocalIndex
 from store_daemon.local_server import LocalServer, remove_stale_socket
-from store_daemon.metrics import MetricsServer
+from store_daemon.metrics import StoreCollector
+from store_daemon.notify import ServiceManager
+from store_daemon.operator_gate import OperatorGate, open_token
+from store_daemon.operators import operator_calls
 from store_daemon.peers import PeerPuller
 from store_daemon.preflight import check_machine
 from store_daemon.publisher import NodeFacts, Publisher
@@ -37,6 +47,13 @@ ENDPOINTS_FILE = "endpoints.json"
 POLL_SECONDS = 0.05
 SILENCE_CHECK_SECONDS = 1.0
 GRPC_GRACE_SECONDS = 1.0
+
+
+class _Closable(Protocol):
+    def close(self) -> None: ...
+
+
+C = TypeVar("C", bound=_Closable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +72,8 @@ class Endpoints:
 class Daemon:
     """One store daemon. `run` serves until `stop` is called, or SIGTERM or SIGINT comes.
 
-    Closing happens in the reverse order of opening, whatever failed in between.
+    Closing happens in the reverse order of opening, whatever failed in between. While it recovers,
+    gRPC and HTTP already answer, with nothing but that it does.
     """
 
     def __init__(self, settings: DaemonSettings) -> None:
@@ -64,6 +82,8 @@ class Daemon:
         self.is_serving = asyncio.Event()
         self.endpoints: Endpoints | None = None
         self.store: BlockStore | None = None
+        self.life = Life(NodeId(settings.node.id))
+        self._manager = ServiceManager.of_environment(os.environ, os.getpid())
 
     def stop(self) -> None:
         self._stop.set()
@@ -76,6 +96,7 @@ class Daemon:
             loop.add_signal_handler(number, self.stop)
         try:
             async with AsyncExitStack() as stack:
+                stack.callback(self._manager.close)
                 await self._open(stack)
                 await self._stop.wait()
         finally:
@@ -83,24 +104,47 @@ class Daemon:
                 loop.remove_signal_handler(number)
 
     async def _open(self, stack: AsyncExitStack) -> None:
+        """Open everything, then serve. Returns early when it is told to stop meanwhile."""
         settings, daemon = self._settings, self._settings.daemon
         check_machine(settings)
         remove_stale_socket(daemon.socket_path)
-        index = LocalIndex.open(daemon.data_dir, settings.node.id)
-        stack.callback(index.close)
+        tls_files = daemon.tls_files()
+        tls = Tls.read(tls_files) if tls_files is not None else None
+        gate = OperatorGate(open_token(daemon))
+        http = HttpServer(self.life)
+        metrics_address = await http.start(daemon.metrics_host, daemon.metrics_port)
+        stack.push_async_callback(http.close)
+        grpc = GrpcServer(daemon, self.life, gate, tls)
+        stack.push_async_callback(grpc.stop, GRPC_GRACE_SECONDS)
+        grpc_address = await grpc.start()
+
+        opener = stack.enter_context(ThreadPoolExecutor(1, "ember-open"))
+        index = await self._opened(
+            stack, opener, "reading the local index", partial(_open_index, settings)
+        )
         incarnation = index.next_incarnation()
+        logs.describe_process(node=settings.node.id, incarnation=incarnation)
         known = {
             size_class
             for namespace in index.namespaces().values()
             for size_class in StoredNamespace.of(namespace).size_classes
         }
-        pool = Pool.open(settings.dram, settings.node.id, incarnation, known.__contains__)
-        stack.callback(pool.close)
-        ssd = SsdTier.open(settings.ssd, index) if settings.ssd.capacity_bytes else None
-        if ssd is not None:
-            stack.callback(ssd.close)
+        pool = await self._opened(
+            stack,
+            opener,
+            "opening the pool",
+            partial(Pool.open, settings.dram, settings.node.id, incarnation, known.__contains__),
+        )
+        ssd: SsdTier | None = None
+        if settings.ssd.capacity_bytes and not self._stop.is_set():
+            ssd = await self._opened(
+                stack, opener, "reading the SSD", partial(SsdTier.open, settings.ssd, index)
+            )
+        if self._stop.is_set():
+            return
 
-        node_id = NodeId(settings.node.id)
+        node_id = self.life.node_id
+        self._recovering("taking over the blocks")
         store = BlockStore(settings, pool, index, ssd, time.monotonic)
         publisher = Publisher(
             node_id,
@@ -133,25 +177,15 @@ class Daemon:
             lambda: self._announce(publisher, servicer),
             self.stop,
         )
-
-        async def status() -> object:
-            return servicer.status()
-
-        async def check() -> list[str]:
-            return store.problems()
-
-        grpc = GrpcServer(daemon, publisher, store, address, OperatorCalls(status, check))  # type: ignore[arg-type]
+        # Whatever calls are left end before what they read is closed.
         stack.push_async_callback(grpc.stop, GRPC_GRACE_SECONDS)
-        grpc_address = await grpc.start()
         if daemon.index_address:
-            index_client = IndexClient(daemon.index_address)
+            index_client = IndexClient(daemon.index_address, tls=tls)
             stack.push_async_callback(index_client.close)
-            puller = PeerPuller(node_id, view, index_client, transport)
+            puller = PeerPuller(node_id, view, index_client, transport, tls=tls)
             stack.push_async_callback(puller.close)
             store.set_puller(puller)
-        metrics = MetricsServer(store, lambda: publisher.seq)
-        metrics_address = await metrics.start(daemon.metrics_host, daemon.metrics_port)
-        stack.push_async_callback(metrics.close)
+        http.open_to(store, StoreCollector(store, lambda: publisher.seq))
 
         server = LocalServer(daemon, servicer)
         stack.push_async_callback(self._drain, store, server, publisher, servicer)
@@ -172,26 +206,54 @@ class Daemon:
             metrics_address,
             address.address,
         )
+        grpc.open_to(GrpcParts(publisher, store, address, operator_calls(servicer, self.stop)))
+        self.life.state = "serving"
         self._announce(publisher, servicer)
         endpoints_path = daemon.data_dir / ENDPOINTS_FILE
         write_endpoints(endpoints_path, self.endpoints)
         stack.callback(endpoints_path.unlink, missing_ok=True)
+        watchdog = asyncio.get_running_loop().create_task(
+            self._manager.keep_watchdog(lambda: http.is_healthy)
+        )
+        stack.callback(watchdog.cancel)
+        dram, on_ssd = store.holdings.blocks_of(Tier.DRAM), store.holdings.blocks_of(Tier.SSD)
         log.info(
             "serving node=%s socket=%s grpc=%s metrics=%s blocks dram=%d ssd=%d",
             node_id,
             daemon.socket_path,
             grpc_address,
             metrics_address,
-            store.holdings.blocks_of(Tier.DRAM),
-            store.holdings.blocks_of(Tier.SSD),
+            dram,
+            on_ssd,
         )
+        self._manager.ready(f"serving {dram} blocks in DRAM, {on_ssd} on SSD")
         self.is_serving.set()
+
+    async def _opened(
+        self, stack: AsyncExitStack, opener: Executor, doing: str, opening: Callable[[], C]
+    ) -> C:
+        """Open a thing apart from the loop, which goes on answering; `stack` closes it."""
+        self._recovering(doing)
+        future = opener.submit(opening)
+        try:
+            opened = await asyncio.shield(asyncio.wrap_future(future))
+        except asyncio.CancelledError:
+            future.add_done_callback(_close_opened)
+            raise
+        stack.callback(opened.close)
+        return opened
+
+    def _recovering(self, doing: str) -> None:
+        self.life.doing = doing
+        self._manager.starting(doing)
 
     async def _drain(
         self, store: BlockStore, server: LocalServer, publisher: Publisher, servicer: Servicer
     ) -> None:
         """Refuse new work, let reads finish, write back what is queued; within drain_seconds."""
         began = time.monotonic()
+        self.life.state = "draining"
+        self._manager.stopping()
         allowed = self._settings.daemon.drain_seconds
         log.info("draining: sessions=%d leases=%d", len(store.sessions), len(store.lender.leases))
         store.drain()
@@ -211,6 +273,16 @@ class Daemon:
         )
         grpc_address = self.endpoints.grpc_address if self.endpoints is not None else ""
         publisher.announce(NodeFacts(servicer.state, engines, grpc_address))
+
+
+def _close_opened(future: Future[C]) -> None:
+    """Nobody waits for it any more."""
+    if future.exception() is None:
+        future.result().close()
+
+
+def _open_index(settings: DaemonSettings) -> LocalIndex:
+    return LocalIndex.open(settings.daemon.data_dir, settings.node.id)
 
 
 async def _cut_silent(server: LocalServer) -> None:

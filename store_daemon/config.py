@@ -8,7 +8,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from client_sdk.settings import Section, Settings
+from client_sdk.logs import LogFormat, LogLevel
+from client_sdk.settings import Section, Settings, TlsFiles, tls_files_of
 
 MIB = 1 << 20
 SaltIdText = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
@@ -42,6 +43,14 @@ class DaemonSection(Section):
     metrics_host: str = "127.0.0.1"
     metrics_port: Port = 7101
     """HTTP /metrics, /health, /ready. 0 picks a free port."""
+    operator_token_file: Path | None = None
+    """A file (mode 0600) with one secret; operators' calls that do not come from loopback must
+    send it. Without it, they are refused."""
+    tls_cert_file: Path | None = None
+    """PEM. With the other two: mutual TLS on the gRPC port, and towards peers and the index."""
+    tls_key_file: Path | None = None
+    tls_ca_file: Path | None = None
+    """Who has a certificate of this CA may connect."""
     index_address: str = ""
     """host:port of the global index (or the router that embeds it); empty means no peer pulls."""
     heartbeat_seconds: Seconds = 1.0
@@ -55,7 +64,17 @@ class DaemonSection(Section):
     drain_seconds: Seconds = 20.0
     peer_timeout_seconds: Seconds = 2.0
     event_ring_events: Annotated[int, Field(ge=16)] = 65536
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_level: LogLevel = "info"
+    log_format: LogFormat = "text"
+    """text for people, json (a line each) for a log collector."""
+
+    @model_validator(mode="after")
+    def _all_or_none(self) -> DaemonSection:
+        self.tls_files()
+        return self
+
+    def tls_files(self) -> TlsFiles | None:
+        return tls_files_of(self.tls_cert_file, self.tls_key_file, self.tls_ca_file)
 
 
 class DramSection(Section):

@@ -1,17 +1,16 @@
-"""gRPC carrier of the daemon: events for the index, leases for peers, status for operators."""
+"""gRPC carrier of the daemon: events for the index, leases for peers, orders of operators."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any
 
 import grpc
 
-from client_sdk.index_client import ERROR_METADATA_KEY, MAX_MESSAGE_BYTES
+from client_sdk.index_client import MAX_MESSAGE_BYTES
+from client_sdk.tls import Tls, bind
 from emberkv_proto.convert import (
     batch_to_wire,
     hashes_from_wire,
@@ -20,11 +19,15 @@ from emberkv_proto.convert import (
     report_to_wire,
     u64s_to_wire,
 )
-from emberkv_proto.errors import EmberError, InvalidRequestError, UnavailableError
+from emberkv_proto.errors import InvalidRequestError, UnavailableError
 from emberkv_proto.events import EventBatch
 from emberkv_proto.types import Incarnation, NodeReport, Seq
 from emberkv_proto.v1 import common_pb2, index_pb2, index_pb2_grpc, store_pb2, store_pb2_grpc
 from store_daemon.config import DaemonSection
+from store_daemon.grpc_errors import Context, errors_answered
+from store_daemon.life import Life
+from store_daemon.operator_gate import OperatorGate
+from store_daemon.operator_server import OperatorCalls, OperatorService
 from store_daemon.ports import PeerStore
 from store_daemon.publisher import Published, Publisher
 from store_daemon.transport.base import TransportAddress
@@ -34,35 +37,33 @@ log = logging.getLogger(__name__)
 
 MAX_LEASE_SECONDS = 120.0
 MAX_NODE_ID_BYTES = 253
-_STATUS_CODES = {code.value[0]: code for code in grpc.StatusCode}
-_Context = grpc.aio.ServicerContext[Any, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class OperatorCalls:
-    """What the daemon answers operators with, over any carrier."""
+class GrpcParts:
+    """What a daemon that has recovered answers from."""
 
-    status: Callable[[], Awaitable[store_pb2.StatusResponse]]
-    check: Callable[[], Awaitable[list[str]]]
-    """Describe every invariant that does not hold; nothing when all do."""
+    publisher: Publisher
+    peer_store: PeerStore
+    transport: TransportAddress
+    operators: OperatorCalls
 
 
 class GrpcServer:
     """Serves Events, Peer and Operator on `grpc_host:grpc_port`. Make it on its event loop.
 
-    A failed call carries the error's gRPC code, its message and, as trailing metadata, its type.
+    It listens before the daemon has recovered: until `open_to` every call but an operator's Status
+    is refused as UNAVAILABLE. A failed call carries the error's gRPC code, its message and, as
+    trailing metadata, its type.
     """
 
     def __init__(
-        self,
-        settings: DaemonSection,
-        publisher: Publisher,
-        peer_store: PeerStore,
-        transport: TransportAddress,
-        operator: OperatorCalls,
+        self, settings: DaemonSection, life: Life, gate: OperatorGate, tls: Tls | None = None
     ) -> None:
         self._settings = settings
-        self._publisher = publisher
+        self._tls = tls
+        self._door = _Door(life)
+        self._operators = OperatorService(life, gate)
         self._server = grpc.aio.server(
             options=(
                 ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -71,56 +72,79 @@ class GrpcServer:
                 ("grpc.so_reuseport", 0),
             )
         )
-        index_pb2_grpc.add_EventsServicer_to_server(_Events(publisher), self._server)  # type: ignore[no-untyped-call]
-        store_pb2_grpc.add_PeerServicer_to_server(_Peer(peer_store, transport), self._server)  # type: ignore[no-untyped-call]
-        store_pb2_grpc.add_OperatorServicer_to_server(_Operator(operator), self._server)  # type: ignore[no-untyped-call]
+        index_pb2_grpc.add_EventsServicer_to_server(_Events(self._door), self._server)  # type: ignore[no-untyped-call]
+        store_pb2_grpc.add_PeerServicer_to_server(_Peer(self._door), self._server)  # type: ignore[no-untyped-call]
+        self._server.add_generic_rpc_handlers((self._operators.handlers(),))
 
     async def start(self) -> str:
         """Listen; return host:port for others to connect to. Raises UnavailableError."""
         wanted = join_host_port(self._settings.grpc_host, self._settings.grpc_port)
         try:
-            port = self._server.add_insecure_port(wanted)
+            port = bind(self._server, wanted, self._tls)
         except RuntimeError as error:
             raise UnavailableError(f"cannot serve gRPC on {wanted}: {error}") from None
         await self._server.start()
         return join_host_port(self._settings.advertised_host or self._settings.grpc_host, port)
 
+    def open_to(self, parts: GrpcParts) -> None:
+        """The daemon has recovered: answer everything."""
+        self._operators.open_to(parts.operators)
+        self._door.parts = parts
+
     async def stop(self, grace_seconds: float) -> None:
         """End the event streams, let other calls finish for `grace_seconds`, then cut them."""
-        self._publisher.close()
+        if self._door.parts is not None:
+            self._door.parts.publisher.close()
         await self._server.stop(grace_seconds)
 
 
+class _Door:
+    """What the services reach the daemon's parts through."""
+
+    def __init__(self, life: Life) -> None:
+        self._life = life
+        self.parts: GrpcParts | None = None
+
+    def enter(self) -> GrpcParts:
+        """Raises UnavailableError before there is anything behind it."""
+        if self.parts is None:
+            raise UnavailableError(f"the daemon is recovering ({self._life.doing}); try later")
+        return self.parts
+
+
 class _Events(index_pb2_grpc.EventsServicer):
-    def __init__(self, publisher: Publisher) -> None:
-        self._publisher = publisher
+    def __init__(self, door: _Door) -> None:
+        self._door = door
 
     async def Subscribe(  # noqa: N802
-        self, request: index_pb2.SubscribeRequest, context: _Context
+        self, request: index_pb2.SubscribeRequest, context: Context
     ) -> None:
-        stream = self._publisher.subscribe(Incarnation(request.incarnation), Seq(request.from_seq))
-        async with _errors_answered(context), aclosing(stream):
-            async for published in stream:
-                await context.write(_published_to_wire(published))
+        async with errors_answered(context):
+            publisher = self._door.enter().publisher
+            stream = publisher.subscribe(Incarnation(request.incarnation), Seq(request.from_seq))
+            async with aclosing(stream):
+                async for published in stream:
+                    await context.write(_published_to_wire(published))
 
     async def Snapshot(  # noqa: N802
-        self, request: index_pb2.SnapshotRequest, context: _Context
+        self, request: index_pb2.SnapshotRequest, context: Context
     ) -> None:
-        pages = self._publisher.snapshot_pages()
-        async with _errors_answered(context), aclosing(pages):
-            async for page in pages:
-                await context.write(page_to_wire(page))
+        async with errors_answered(context):
+            pages = self._door.enter().publisher.snapshot_pages()
+            async with aclosing(pages):
+                async for page in pages:
+                    await context.write(page_to_wire(page))
 
 
 class _Peer(store_pb2_grpc.PeerServicer):
-    def __init__(self, store: PeerStore, transport: TransportAddress) -> None:
-        self._store = store
-        self._transport = transport
+    def __init__(self, door: _Door) -> None:
+        self._door = door
 
     async def Acquire(  # noqa: N802
-        self, request: store_pb2.PeerAcquireRequest, context: _Context
+        self, request: store_pb2.PeerAcquireRequest, context: Context
     ) -> store_pb2.PeerAcquireResponse:
-        async with _errors_answered(context):
+        async with errors_answered(context):
+            parts = self._door.enter()
             hashes = hashes_from_wire(request.hashes)
             seconds = request.lease_seconds
             if not hashes:
@@ -131,14 +155,14 @@ class _Peer(store_pb2_grpc.PeerServicer):
                 )
             if not 0 < len(request.requester) <= MAX_NODE_ID_BYTES:
                 raise InvalidRequestError("requester must be a node id")
-            grant = await self._store.peer_acquire(
+            grant = await parts.peer_store.peer_acquire(
                 namespace_id_from_wire(request.namespace_id), hashes, seconds, request.requester
             )
             return store_pb2.PeerAcquireResponse(
                 lease_id=grant.lease_id,
-                incarnation=self._transport.incarnation,
-                transport=self._transport.transport,
-                transport_address=self._transport.address,
+                incarnation=parts.transport.incarnation,
+                transport=parts.transport.transport,
+                transport_address=parts.transport.address,
                 usable_blocks=grant.usable_blocks,
                 parts=grant.parts,
                 offsets=u64s_to_wire([part.offset for part in grant.ranges]),
@@ -148,43 +172,11 @@ class _Peer(store_pb2_grpc.PeerServicer):
         raise AssertionError("unreachable: an error aborts the call")
 
     async def Release(  # noqa: N802
-        self, request: store_pb2.PeerReleaseRequest, context: _Context
+        self, request: store_pb2.PeerReleaseRequest, context: Context
     ) -> common_pb2.Empty:
-        async with _errors_answered(context):
-            self._store.peer_release(request.lease_id)
+        async with errors_answered(context):
+            self._door.enter().peer_store.peer_release(request.lease_id)
         return common_pb2.Empty()
-
-
-class _Operator(store_pb2_grpc.OperatorServicer):
-    def __init__(self, calls: OperatorCalls) -> None:
-        self._calls = calls
-
-    async def Status(  # noqa: N802
-        self, request: store_pb2.StatusRequest, context: _Context
-    ) -> store_pb2.StatusResponse:
-        async with _errors_answered(context):
-            return await self._calls.status()
-        raise AssertionError("unreachable: an error aborts the call")
-
-    async def Check(  # noqa: N802
-        self, request: store_pb2.CheckRequest, context: _Context
-    ) -> store_pb2.CheckResponse:
-        async with _errors_answered(context):
-            return store_pb2.CheckResponse(problems=await self._calls.check())
-        raise AssertionError("unreachable: an error aborts the call")
-
-
-@asynccontextmanager
-async def _errors_answered(context: _Context) -> AsyncIterator[None]:
-    """Turn an EmberError of the body into the call's status. Other errors are gRPC's to log."""
-    try:
-        yield
-    except EmberError as error:
-        await context.abort(
-            _STATUS_CODES[error.code],
-            str(error),
-            trailing_metadata=((ERROR_METADATA_KEY, type(error).__name__),),
-        )
 
 
 def _published_to_wire(published: Published) -> index_pb2.EventMessage:

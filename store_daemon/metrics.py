@@ -1,27 +1,20 @@
-"""Prometheus metrics of the daemon, and the small HTTP server that shows them.
+"""Prometheus metrics of the daemon.
 
 Values are read from the store when they are asked for; nothing is counted twice.
 """
 
 from __future__ import annotations
 
-import asyncio
-import logging
 from collections.abc import Callable, Iterator
 
-from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
 from client_sdk import faults
-from emberkv_proto.errors import UnavailableError
 from emberkv_proto.types import Tier
 from store_daemon.catalog import STORED_TIERS
 from store_daemon.store import BlockStore
 
-log = logging.getLogger(__name__)
-REQUEST_SECONDS = 5.0
 COUNTERS = {
     "hit_blocks_dram": ("hit_blocks", {"source": "dram"}),
     "hit_blocks_ssd": ("hit_blocks", {"source": "ssd"}),
@@ -142,75 +135,3 @@ class StoreCollector(Collector):
     def _moved(self, tier: Tier, kind: str) -> int:
         ledger = self._store.holdings.catalog.ledgers[tier]
         return ledger.stored if kind == "stored" else ledger.removed
-
-
-class MetricsServer:
-    """HTTP: /metrics, /health (the loop turns), /ready (new sessions are taken)."""
-
-    def __init__(self, store: BlockStore, seq: Callable[[], int]) -> None:
-        self._store = store
-        self._registry = CollectorRegistry()
-        self._registry.register(StoreCollector(store, seq))
-        self._server: asyncio.AbstractServer | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    async def start(self, host: str, port: int) -> str:
-        """Listen; return host:port. Raises UnavailableError."""
-        try:
-            self._server = await asyncio.start_server(self._serve, host, port)
-        except OSError as error:
-            raise UnavailableError(
-                f"cannot serve metrics on {host}:{port}: {error.strerror};"
-                " set daemon.metrics_port to a free one, or 0"
-            ) from None
-        bound: int = self._server.sockets[0].getsockname()[1]
-        return f"[{host}]:{bound}" if ":" in host else f"{host}:{bound}"
-
-    async def close(self) -> None:
-        if self._server is not None:
-            self._server.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.add(task)
-        try:
-            request = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), REQUEST_SECONDS)
-            words = request.split(b"\r\n", 1)[0].split()
-            path = words[1].split(b"?")[0] if len(words) == 3 and words[0] == b"GET" else b""
-            writer.write(self._answer(path))
-            await asyncio.wait_for(writer.drain(), REQUEST_SECONDS)
-        except (
-            asyncio.IncompleteReadError,
-            asyncio.LimitOverrunError,
-            asyncio.TimeoutError,
-            ConnectionError,
-        ) as error:
-            log.debug("metrics request dropped: %r", error)
-        finally:
-            self._tasks.discard(task)
-            writer.close()
-
-    def _answer(self, path: bytes) -> bytes:
-        if path == b"/metrics":
-            return _response("200 OK", generate_latest(self._registry), CONTENT_TYPE_LATEST)
-        if path == b"/health":
-            if self._store.holdings.counters["failed_tasks"]:
-                return _response("500 Internal Server Error", b"a task has failed; see the log\n")
-            return _response("200 OK", b"ok\n")
-        if path == b"/ready":
-            if self._store.is_draining:
-                return _response("503 Service Unavailable", b"draining\n")
-            return _response("200 OK", b"serving\n")
-        return _response("404 Not Found", b"try /metrics, /health or /ready\n")
-
-
-def _response(status: str, body: bytes, content_type: str = "text/plain") -> bytes:
-    head = (
-        f"HTTP/1.1 {status}\r\nContent-Type: {content_type}\r\n"
-        f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
-    )
-    return head.encode("ascii") + body

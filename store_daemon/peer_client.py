@@ -11,6 +11,7 @@ import grpc
 
 from client_sdk import faults
 from client_sdk.index_client import CHANNEL_OPTIONS, ember_error
+from client_sdk.tls import Tls, open_channel
 from emberkv_proto.convert import hashes_to_wire, u64s_from_wire
 from emberkv_proto.errors import InvalidRequestError
 from emberkv_proto.layout import Namespace
@@ -39,8 +40,9 @@ class RemoteGrant:
 class PeerClient:
     """Keeps one channel for each peer address. Belongs to one event loop; close it there."""
 
-    def __init__(self, node_id: NodeId) -> None:
+    def __init__(self, node_id: NodeId, tls: Tls | None = None) -> None:
         self._node_id = node_id
+        self._tls = tls
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._calls: Counter[str] = Counter()
 
@@ -91,7 +93,7 @@ class PeerClient:
     def _calling(self, address: str) -> Iterator[store_pb2_grpc.PeerStub]:
         channel = self._channels.get(address)
         if channel is None:
-            channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+            channel = open_channel(address, self._tls, CHANNEL_OPTIONS)
             self._channels[address] = channel
         self._calls[address] += 1
         try:

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from client_sdk.index_client import IndexedNode
+from client_sdk.tls import Tls
 from emberkv_proto.errors import (
     CorruptionError,
     DeadlineError,
@@ -96,6 +97,7 @@ class PeerPuller:
         transfer_limits: TransferLimits | None = None,
         health_limits: HealthLimits | None = None,
         clock: Callable[[], float] = time.monotonic,
+        tls: Tls | None = None,
     ) -> None:
         self._node_id = node_id
         self._index = index
@@ -103,7 +105,7 @@ class PeerPuller:
         self._limits = limits or PullLimits()
         self._health_limits = health_limits or HealthLimits()
         self._clock = clock
-        self._client = PeerClient(node_id)
+        self._client = PeerClient(node_id, tls)
         self._transfers = PeerTransfers(pool, transport, transfer_limits, clock)
         self._health: dict[NodeId, PeerHealth] = {}
         self._peers: dict[NodeId, Peer] = {}

@@ -17,7 +17,8 @@ EmberError
 ├── IntegrityError            13   an invariant of ours does not hold
 ├── UnavailableError          14   daemon, peer or index is away: a miss for the engine
 │   └── DrainingError              the daemon takes no new work
-└── CorruptionError           15   stored bytes do not match their checksum
+├── CorruptionError           15   stored bytes do not match their checksum
+└── UnauthenticatedError      16   the caller did not show the secret that is asked for
 """
 
 from __future__ import annotations
@@ -101,6 +102,10 @@ class DrainingError(UnavailableError):
 
 class CorruptionError(EmberError):
     code = 15
+
+
+class UnauthenticatedError(EmberError):
+    code = 16
 
 
 def _tree(base: type[EmberError]) -> dict[str, type[EmberError]]:

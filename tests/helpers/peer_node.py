@@ -8,11 +8,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from google.protobuf.message import Message
+
+from client_sdk.tls import Tls
 from emberkv_proto.layout import Namespace
 from emberkv_proto.types import Incarnation, NodeId
 from emberkv_proto.v1 import store_pb2
 from store_daemon.config import DaemonSection
-from store_daemon.grpc_server import GrpcServer, OperatorCalls
+from store_daemon.grpc_server import GrpcParts, GrpcServer
+from store_daemon.life import Life
+from store_daemon.operator_gate import OperatorGate
+from store_daemon.operator_server import OperatorCalls
 from store_daemon.publisher import Publisher
 from store_daemon.transport.tcp import TcpTransport
 from tests.helpers.anonymous_pool import AnonymousPool
@@ -31,16 +37,21 @@ class PeerNode:
     loop: asyncio.AbstractEventLoop
 
 
-async def _status() -> store_pb2.StatusResponse:
+async def _status(request: store_pb2.StatusRequest) -> Message:
     return store_pb2.StatusResponse(node_id="peer", state="serving")
 
 
-async def _check() -> list[str]:
-    return ["one thing", "another"]
+async def _check(request: store_pb2.CheckRequest) -> Message:
+    return store_pb2.CheckResponse(problems=["one thing", "another"])
+
+
+OPERATORS: OperatorCalls = {"Status": _status, "Check": _check}
 
 
 @contextmanager
-def peer_node(namespace: Namespace, incarnation: int = 3) -> Iterator[PeerNode]:
+def peer_node(
+    namespace: Namespace, incarnation: int = 3, tls: Tls | None = None
+) -> Iterator[PeerNode]:
     """Serve until the body ends; then everything is stopped and joined."""
     residency = MemoryResidency()
     publisher = Publisher(
@@ -58,8 +69,9 @@ def peer_node(namespace: Namespace, incarnation: int = 3) -> Iterator[PeerNode]:
         async def serve() -> None:
             address = transport.serve(store.may_read)
             settings = DaemonSection(grpc_port=0)
-            server = GrpcServer(settings, publisher, store, address, OperatorCalls(_status, _check))
+            server = GrpcServer(settings, Life(NodeId("peer")), OperatorGate(), tls)
             grpc_address = await server.start()
+            server.open_to(GrpcParts(publisher, store, address, OPERATORS))
             loop = asyncio.get_running_loop()
             nodes.append(PeerNode(store, transport, publisher, residency, grpc_address, loop))
             stopping.append(asyncio.Event())

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from client_sdk.aio import timeout
 from client_sdk.async_client import AsyncClient
+from client_sdk.cli.remote import daemon_status
 from emberkv_proto.errors import PreflightError
 from store_daemon.app import ENDPOINTS_FILE, Daemon
 from store_daemon.config import DaemonSettings
+from store_daemon.tiers.ssd import SsdTier
 from tests.helpers.store import chain, payload, small_namespace
 
 NAMESPACE = small_namespace()
@@ -142,3 +147,68 @@ async def test_a_dead_index_costs_a_miss_and_no_more(tmp_path: Path) -> None:
         await client.close()
         assert daemon.store is not None
         daemon.store.check_integrity()
+
+
+async def test_it_is_ready_only_when_it_has_recovered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ports = free_ports(2)
+    settings = settings_in(tmp_path, grpc_port=ports[0], metrics_port=ports[1])
+    reading, may_go_on = threading.Event(), threading.Event()
+
+    def open_slowly(*arguments: Any) -> SsdTier:
+        reading.set()
+        assert may_go_on.wait(20)
+        return open_at_once(*arguments)
+
+    open_at_once = SsdTier.open
+    monkeypatch.setattr(SsdTier, "open", open_slowly)
+    daemon = Daemon(settings)
+    task = asyncio.ensure_future(daemon.run())
+    try:
+        assert await asyncio.to_thread(reading.wait, 20)
+        address = f"127.0.0.1:{ports[1]}"
+        status, body = await http(address, "/ready")
+        assert status.split()[1] == "503"
+        assert body == "recovering: reading the SSD\n"
+        assert (await http(address, "/health"))[0].endswith("200 OK")
+        assert (await daemon_status(f"127.0.0.1:{ports[0]}")).state == "recovering"
+        may_go_on.set()
+        async with timeout(20):
+            await daemon.is_serving.wait()
+        assert (await http(address, "/ready"))[1] == "serving\n"
+        assert (await daemon_status(f"127.0.0.1:{ports[0]}")).state == "serving"
+    finally:
+        may_go_on.set()
+        daemon.stop()
+        async with timeout(20):
+            await task
+
+
+async def test_a_stop_while_it_recovers_ends_it_without_serving(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    daemon = Daemon(settings_in(tmp_path))
+
+    def told_to_stop(*arguments: Any) -> SsdTier:
+        daemon.stop()
+        return open_at_once(*arguments)
+
+    open_at_once = SsdTier.open
+    monkeypatch.setattr(SsdTier, "open", told_to_stop)
+    async with timeout(20):
+        await daemon.run()
+    assert not daemon.is_serving.is_set()
+    assert not (tmp_path / "s").exists()
+    monkeypatch.undo()
+    async with running(settings_in(tmp_path)) as again:
+        assert again.is_serving.is_set()
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that were free a moment ago."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [found.getsockname()[1] for found in sockets]
+    for found in sockets:
+        found.close()
+    return ports

@@ -18,14 +18,14 @@ from emberkv_proto.errors import (
     UnavailableError,
     UnknownNamespaceError,
 )
-from emberkv_proto.types import Incarnation, Tier
+from emberkv_proto.types import Incarnation, NodeId, Tier
 from emberkv_proto.v1 import index_pb2, index_pb2_grpc, store_pb2, store_pb2_grpc
 from store_daemon.config import DaemonSection
-from store_daemon.grpc_server import GrpcServer, OperatorCalls
-from store_daemon.publisher import Publisher
-from store_daemon.transport.base import TransportAddress
-from tests.helpers.peer_doubles import MemoryPeerStore, MemoryResidency, chain, small_namespace
-from tests.helpers.peer_node import PeerNode, _check, _status, peer_node
+from store_daemon.grpc_server import GrpcServer
+from store_daemon.life import Life
+from store_daemon.operator_gate import OperatorGate
+from tests.helpers.peer_doubles import chain, small_namespace
+from tests.helpers.peer_node import PeerNode, peer_node
 
 NAMESPACE = small_namespace()
 
@@ -138,16 +138,32 @@ async def test_operators_get_status_and_problems(node: PeerNode) -> None:
 
 
 async def test_second_server_on_the_same_port_is_refused(node: PeerNode) -> None:
-    residency = MemoryResidency()
-    publisher = Publisher(node.publisher._node_id, Incarnation(1), residency)
     port = int(node.grpc_address.rpartition(":")[2])
-    server = GrpcServer(
-        DaemonSection(grpc_port=port),
-        publisher,
-        MemoryPeerStore(memoryview(bytearray(10)), NAMESPACE),
-        TransportAddress("tcp", "127.0.0.1:1", Incarnation(1)),
-        OperatorCalls(_status, _check),
-    )
+    server = GrpcServer(DaemonSection(grpc_port=port), Life(NodeId("b")), OperatorGate())
     with pytest.raises(UnavailableError, match=str(port)):
         await server.start()
     await server.stop(0)
+
+
+async def test_a_daemon_that_recovers_answers_its_state_and_nothing_else() -> None:
+    life = Life(NodeId("a"), doing="reading the SSD")
+    server = GrpcServer(DaemonSection(grpc_port=0), life, OperatorGate())
+    address = await server.start()
+    try:
+        async with timeout(20), grpc.aio.insecure_channel(address) as channel:
+            operators: Any = store_pb2_grpc.OperatorStub(channel)  # type: ignore[no-untyped-call]
+            status = await operators.Status(store_pb2.StatusRequest())
+            assert (status.node_id, status.state, status.incarnation) == ("a", "recovering", 0)
+            peers: Any = store_pb2_grpc.PeerStub(channel)  # type: ignore[no-untyped-call]
+            events: Any = index_pb2_grpc.EventsStub(channel)  # type: ignore[no-untyped-call]
+            refused = (
+                operators.Clear(store_pb2.ClearRequest()),
+                peers.Acquire(_acquire()),
+                events.Subscribe(index_pb2.SubscribeRequest()).read(),
+            )
+            for call in refused:
+                with pytest.raises(grpc.aio.AioRpcError, match="reading the SSD") as caught:
+                    await call
+                assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    finally:
+        await server.stop(0)

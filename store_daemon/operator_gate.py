@@ -1,0 +1,115 @@
+"""Who may give a daemon orders: processes of its own machine, and whoever has the token."""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import logging
+import os
+import stat
+from pathlib import Path
+from urllib.parse import unquote
+
+from emberkv_proto.errors import AccessDeniedError, ConfigError, UnauthenticatedError
+from store_daemon.config import DaemonSection
+
+log = logging.getLogger(__name__)
+MIN_TOKEN_BYTES = 16
+MAX_TOKEN_BYTES = 1024
+SCHEME = "bearer"
+
+
+class OperatorGate:
+    """Lets a call in or says why not. `token` is the secret that callers from elsewhere send."""
+
+    def __init__(self, token: bytes | None = None) -> None:
+        self.token = token
+
+    def check(self, peer: str, authorization: str | bytes | None) -> None:
+        """Let a caller in, by its address as gRPC writes it and the header that it sent.
+
+        Raises:
+            AccessDeniedError: from elsewhere, and there is no token.
+            UnauthenticatedError: from elsewhere, without the token.
+        """
+        if is_loopback(peer):
+            return
+        if self.token is None:
+            raise AccessDeniedError(
+                "operators' calls are answered on loopback only; call from the daemon's own"
+                " machine, or set daemon.operator_token_file there"
+            )
+        if authorization is None:
+            raise UnauthenticatedError(
+                "operators' calls from other machines need the daemon's token; send the one of"
+                " daemon.operator_token_file as `authorization: Bearer <token>` (--token-file)"
+            )
+        sent = authorization.encode() if isinstance(authorization, str) else authorization
+        scheme, _, secret = sent.partition(b" ")
+        is_right = hmac.compare_digest(secret.strip(), self.token)
+        if scheme.lower() != SCHEME.encode() or not is_right:
+            raise UnauthenticatedError(
+                "the token is not this daemon's; send the one of its daemon.operator_token_file"
+            )
+
+
+def is_loopback(peer: str) -> bool:
+    """Whether gRPC's name of a peer, ipv4:127.0.0.1:80 or ipv6:[::1]:80, is this machine's own."""
+    kind, _, rest = unquote(peer).partition(":")
+    host = rest.rpartition(":")[0].strip("[]").partition("%")[0]
+    if kind not in ("ipv4", "ipv6"):
+        return False
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
+        return address.ipv4_mapped.is_loopback
+    return address.is_loopback
+
+
+def read_token(path: Path) -> bytes:
+    """The secret of a token file: its only line.
+
+    Raises ConfigError when others than its owner may read it, the owner is another user, or it
+    holds no such secret; the message never shows what is in it.
+    """
+    what = f"daemon.operator_token_file {path}"
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            status = os.fstat(fd)
+            content = os.read(fd, MAX_TOKEN_BYTES + 2) if stat.S_ISREG(status.st_mode) else b""
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise ConfigError(f"{what} cannot be read: {error.strerror}") from None
+    if not stat.S_ISREG(status.st_mode):
+        raise ConfigError(f"{what} is not a file")
+    if status.st_mode & 0o077:
+        raise ConfigError(
+            f"{what} can be used by others (mode {stat.S_IMODE(status.st_mode):o}); chmod 600"
+        )
+    if status.st_uid not in (0, os.geteuid()):
+        raise ConfigError(f"{what} belongs to uid {status.st_uid}, not to uid {os.geteuid()}")
+    token = content.strip()
+    if not MIN_TOKEN_BYTES <= len(token) <= MAX_TOKEN_BYTES or len(token.split()) != 1:
+        raise ConfigError(
+            f"{what} must hold one secret of {MIN_TOKEN_BYTES} to {MAX_TOKEN_BYTES} bytes without"
+            " spaces; make one with: openssl rand -hex 32"
+        )
+    if any(byte < 0x21 or byte > 0x7E for byte in token):
+        raise ConfigError(f"{what} must hold printable ASCII only; openssl rand -hex 32 makes one")
+    return token
+
+
+def open_token(daemon: DaemonSection) -> bytes | None:
+    """The configured secret; warns when it would cross the network in the clear."""
+    if daemon.operator_token_file is None:
+        return None
+    if daemon.tls_files() is None:
+        log.warning(
+            "operators send the token of daemon.operator_token_file in the clear; set"
+            " daemon.tls_cert_file, tls_key_file and tls_ca_file"
+        )
+    return read_token(daemon.operator_token_file)
