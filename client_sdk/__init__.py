@@ -3,18 +3,23 @@
 from client_sdk.async_client import AsyncClient, AsyncLease, AsyncStagedWrite
 from client_sdk.attached_pool import AttachedPool, gather_from_pages, scatter_into_pages
 from client_sdk.connection import ClientCounters
+from client_sdk.patience import Patience
+from client_sdk.prefetch import AsyncPrefetch, Prefetch
 from client_sdk.status import NodeStatus, TierStatus
 from client_sdk.sync_client import Lease, OperatorClient, ProbeResult, StagedWrite, SyncClient
 
 __all__ = [
     "AsyncClient",
     "AsyncLease",
+    "AsyncPrefetch",
     "AsyncStagedWrite",
     "AttachedPool",
     "ClientCounters",
     "Lease",
     "NodeStatus",
     "OperatorClient",
+    "Patience",
+    "Prefetch",
     "ProbeResult",
     "StagedWrite",
     "SyncClient",

@@ -14,6 +14,8 @@ from google.protobuf.message import Message
 from client_sdk.async_session import AsyncSession, open_async_session
 from client_sdk.borrowed import LeasedBlocks, StagedBlocks, pack_hashes
 from client_sdk.connection import IDLE_BEAT_SECONDS, ClientCounters
+from client_sdk.patience import DEFAULT_PATIENCE, Patience
+from client_sdk.prefetch import AsyncPrefetch
 from client_sdk.session import Backoff, Endpoint, M, SessionLostError, SessionState, Terms
 from client_sdk.status import NodeStatus, status_from_wire
 from client_sdk.sync_client import (
@@ -152,12 +154,15 @@ class AsyncClient:
         engine: EngineInfo | None = None,
         client_name: str = "",
         timeout_seconds: float = 1.0,
+        patience: Patience = DEFAULT_PATIENCE,
     ) -> None:
         """Does not connect: the daemon may be away. Raises as `SyncClient` does."""
         namespace.part_bytes(part)
         self._endpoint = Endpoint(Path(socket_path), namespace, part, engine, client_name)
         self._endpoint.check_path()
         self._timeout_seconds = check_seconds(timeout_seconds)
+        self._patience = patience
+        self._block_tokens = namespace.block_tokens
         self.counters = ClientCounters()
         self.is_draining = False
         self._backoff = Backoff()
@@ -202,9 +207,12 @@ class AsyncClient:
         hashes: Sequence[BlockHash],
         *,
         policy: AcquirePolicy = AcquirePolicy.TIMEOUT,
-        deadline_seconds: float = 1.0,
+        deadline_seconds: float | None = None,
     ) -> AsyncLease:
         """As `SyncClient.acquire`."""
+        if deadline_seconds is None:
+            tokens = len(hashes) * self._block_tokens
+            deadline_seconds = self._patience.deadline_seconds(policy, tokens)
         request = store_pb2.AcquireRequest(
             hashes=pack_hashes(hashes),
             policy=int(policy),  # type: ignore[arg-type]
@@ -237,11 +245,18 @@ class AsyncClient:
 
     async def prefetch(self, hashes: Sequence[BlockHash], deadline_seconds: float) -> int:
         """As `SyncClient.prefetch`."""
+        return (await self.start_prefetch(hashes, deadline_seconds)).scheduled_blocks
+
+    async def start_prefetch(
+        self, hashes: Sequence[BlockHash], deadline_seconds: float
+    ) -> AsyncPrefetch:
+        """As `SyncClient.start_prefetch`. Cancelling the call cancels the prefetch."""
         request = store_pb2.PrefetchRequest(
             hashes=pack_hashes(hashes), deadline_seconds=check_seconds(deadline_seconds)
         )
-        answer = await self._call(Method.PREFETCH, request, store_pb2.PrefetchResponse)
-        return answer.scheduled_blocks
+        session = await self._ready()
+        answer = await self._ask(session, Method.PREFETCH, request, store_pb2.PrefetchResponse)
+        return AsyncPrefetch(self, session, answer)
 
     async def heartbeat(self) -> None:
         """As `SyncClient.heartbeat`."""

@@ -107,6 +107,13 @@ class _Link(asyncio.Protocol):
             )
             if staged.stage_id:
                 self.send(Method.ABORT, store_pb2.AbortRequest(stage_id=staged.stage_id)).cancel()
+        elif answer.header.method is Method.PREFETCH:
+            begun = read_payload(
+                answer.header, memoryview(answer.payload), store_pb2.PrefetchResponse
+            )
+            if begun.prefetch_id:
+                cancel = store_pb2.CancelPrefetchRequest(prefetch_id=begun.prefetch_id)
+                self.send(Method.CANCEL_PREFETCH, cancel).cancel()
 
     def _fail(self, why: str) -> None:
         pending, self.pending = self.pending, {}

@@ -17,6 +17,8 @@ from types import TracebackType
 
 from client_sdk.borrowed import LeasedBlocks, StagedBlocks, pack_hashes
 from client_sdk.connection import ClientCounters, Connection
+from client_sdk.patience import DEFAULT_PATIENCE, Patience
+from client_sdk.prefetch import Prefetch
 from client_sdk.session import Endpoint, SessionLostError, SessionState, Terms
 from client_sdk.status import NodeStatus, status_from_wire
 from emberkv_proto.errors import (
@@ -197,6 +199,7 @@ class SyncClient:
         engine: EngineInfo | None = None,
         client_name: str = "",
         timeout_seconds: float = 1.0,
+        patience: Patience = DEFAULT_PATIENCE,
     ) -> None:
         """Does not connect: the daemon may be away.
 
@@ -204,6 +207,7 @@ class SyncClient:
             part: this rank's part of each block, `group * shards + shard`.
             engine: told to the index through the daemon, so that routers find this engine.
             timeout_seconds: what one call costs at most, connecting included.
+            patience: how long `acquire` lets the daemon bring blocks, unless it is told.
 
         Raises:
             InvalidRequestError: no such part, or a path that is too long for a socket.
@@ -214,6 +218,8 @@ class SyncClient:
             check_seconds(timeout_seconds),
         )
         self._timeout_seconds = timeout_seconds
+        self._patience = patience
+        self._block_tokens = namespace.block_tokens
         self._closing = threading.Event()
         self._beater: threading.Thread | None = None
         self._beater_lock = threading.Lock()
@@ -284,14 +290,18 @@ class SyncClient:
         hashes: Sequence[BlockHash],
         *,
         policy: AcquirePolicy = AcquirePolicy.TIMEOUT,
-        deadline_seconds: float = 1.0,
+        deadline_seconds: float | None = None,
     ) -> Lease:
         """Lease the longest usable prefix of a chain; a miss is a lease over no block.
 
         Returns at once with what is in DRAM; the rest becomes ready while `Lease.wait` waits.
-        `deadline_seconds` bounds how long the daemon goes on bringing blocks.
+        `deadline_seconds` bounds how long the daemon goes on bringing blocks; by default the
+        client's `patience` does.
         """
         self._keep_beating()
+        if deadline_seconds is None:
+            tokens = len(hashes) * self._block_tokens
+            deadline_seconds = self._patience.deadline_seconds(policy, tokens)
         request = store_pb2.AcquireRequest(
             hashes=pack_hashes(hashes),
             policy=int(policy),  # type: ignore[arg-type]
@@ -323,13 +333,20 @@ class SyncClient:
 
     def prefetch(self, hashes: Sequence[BlockHash], deadline_seconds: float) -> int:
         """Have missing blocks brought into DRAM meanwhile; return how many were scheduled."""
+        return self.start_prefetch(hashes, deadline_seconds).scheduled_blocks
+
+    def start_prefetch(self, hashes: Sequence[BlockHash], deadline_seconds: float) -> Prefetch:
+        """As `prefetch`, to be cancelled when the request goes elsewhere."""
         self._keep_beating()
         request = store_pb2.PrefetchRequest(
             hashes=pack_hashes(hashes), deadline_seconds=check_seconds(deadline_seconds)
         )
-        return self._connection.call(
-            Method.PREFETCH, request, store_pb2.PrefetchResponse
-        ).scheduled_blocks
+        return self._connection.borrow(
+            Method.PREFETCH,
+            request,
+            store_pb2.PrefetchResponse,
+            lambda session, answer, sent_at: Prefetch(self._connection, session, answer),
+        )
 
     def heartbeat(self) -> None:
         """Renew leases and stages; the background thread does so every heartbeat_seconds."""

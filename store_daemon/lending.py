@@ -6,10 +6,9 @@ Runs on the daemon's event loop. `acquire` never waits; `wait` does, for a bound
 from __future__ import annotations
 
 import asyncio
-import logging
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
@@ -26,19 +25,17 @@ from store_daemon.leases import (
     readable_parts,
     source_of,
 )
-from store_daemon.needs import Needs
-from store_daemon.ports import PeerGrant, PoolRange, Puller, PullTarget
+from store_daemon.ports import PeerGrant, PoolRange, PullTarget
+from store_daemon.prefetching import Prefetcher, Scheduled
 from store_daemon.promotion import Promoter
+from store_daemon.pulls import Pulls
 from store_daemon.tiers.ssd import SsdTier
 
-log = logging.getLogger(__name__)
 LONGEST_FILL_SECONDS = 600.0
 DEFAULT_FILL_SECONDS = 60.0
 LONGEST_WAIT_SECONDS = 60.0
 MOVE_WINDOW_BLOCKS = 256
 """How far ahead of what is ready a lease's blocks are moved; bounds one turn of the loop."""
-PREFETCH_BLOCKS = 1024
-"""Most blocks that a call without a lease sets in motion."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +80,8 @@ class Lender:
     ) -> None:
         self.leases = LeaseTable()
         self.promoter = Promoter(holdings, ssd, readers, self._settled)
-        self.puller: Puller | None = None
+        self.pulls = Pulls(holdings)
+        self.prefetches = Prefetcher(holdings, self.promoter, self.pulls, self._withdraw)
         self._holdings = holdings
         self._times = times
         self._clock = clock
@@ -92,7 +90,6 @@ class Lender:
         self._timers: dict[LeaseId, asyncio.TimerHandle] = {}
         self._waiters: dict[LeaseId, list[asyncio.Future[None]]] = {}
         self._peer_ranges: dict[int, _PeerRanges] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
 
     # ---- sessions ----
 
@@ -116,12 +113,14 @@ class Lender:
         holdings.queue.touch(found)
         holdings.catalog.touch_parts(found)
         if policy is AcquirePolicy.BEST_EFFORT:
-            found = self._readable_now(namespace, found)
+            found = self._readable_now(session, namespace, found)
         blocks: list[Block | None] = list(found)
         missing = len(hashes) - len(blocks)
         counters["missed_blocks"] += missing
         is_pulling = (
-            bool(missing) and self.puller is not None and policy is not AcquirePolicy.BEST_EFFORT
+            bool(missing)
+            and self.pulls.puller is not None
+            and policy is not AcquirePolicy.BEST_EFFORT
         )
         if is_pulling:
             blocks += [
@@ -143,7 +142,7 @@ class Lender:
             seconds = min(deadline_seconds or DEFAULT_FILL_SECONDS, LONGEST_FILL_SECONDS)
             self._fill(lease, seconds)
             if is_pulling and not lease.is_complete:
-                self._start(self._pull(lease, seconds, target))
+                self.pulls.start(self._pull(lease, seconds, target))
             holdings.publish()
         if not lease.usable:
             self.release(session, lease.id)
@@ -183,6 +182,7 @@ class Lender:
     def end_session(self, session: SessionId) -> None:
         for lease in self.leases.end_session(session):
             self._close(lease)
+        self.prefetches.end_session(session)
 
     def expire(self) -> None:
         """End the leases that ran out; their waiters see the error."""
@@ -192,24 +192,15 @@ class Lender:
 
     def prefetch(
         self,
+        session: SessionId,
         namespace: StoredNamespace,
         hashes: Sequence[BlockHash],
         deadline_seconds: float,
         target: PullTarget,
-    ) -> int:
-        """Begin to bring a chain into DRAM; return how many blocks will move from SSD or may come
-        from peers."""
-        found = self._holdings.catalog.usable_prefix(namespace, hashes)
-        scheduled = self._bring(found, 0, namespace.needs(len(found)))
-        missing = hashes[len(found) :]
-        is_absent = bool(missing) and self._resident(namespace, missing[0]) is None
-        if is_absent and self.puller is not None:
-            parent = hashes[len(found) - 1] if found else None
-            seconds = min(deadline_seconds or DEFAULT_FILL_SECONDS, LONGEST_FILL_SECONDS)
-            self._start(self._pull_run(namespace, parent, missing, target, seconds))
-            scheduled += len(missing)
-        self._holdings.publish()
-        return scheduled
+    ) -> Scheduled:
+        """Begin to bring a chain into DRAM, without a lease. See `prefetching`."""
+        seconds = min(deadline_seconds or DEFAULT_FILL_SECONDS, LONGEST_FILL_SECONDS)
+        return self.prefetches.start(session, namespace, hashes, seconds, target)
 
     # ---- peers ----
 
@@ -277,9 +268,8 @@ class Lender:
 
     async def close(self) -> None:
         """End every lease, stop pulling, and wait for the moves in flight."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self.prefetches.close()
+        await self.pulls.close()
         for lease in list(self.leases):
             self.release(lease.session, lease.id)
         await self.promoter.settle()
@@ -287,6 +277,8 @@ class Lender:
     def check_integrity(self) -> None:
         """Assert that each fill in progress has a deadline, and nothing is kept for a dead one."""
         self.leases.check_integrity()
+        self.promoter.check_integrity()
+        self.prefetches.check_integrity()
         live = {lease.id for lease in self.leases}
         assert set(self._timers) <= live
         assert set(self._waiters) <= live
@@ -315,7 +307,9 @@ class Lender:
 
     # ---- inner steps ----
 
-    def _readable_now(self, namespace: StoredNamespace, found: list[Block]) -> list[Block]:
+    def _readable_now(
+        self, session: SessionId, namespace: StoredNamespace, found: list[Block]
+    ) -> list[Block]:
         """The longest hit that can be read at once; what else is here only starts moving."""
         needs = namespace.needs(len(found))
         number = needs.count_readable(found, 0)
@@ -324,22 +318,8 @@ class Lender:
         readable = found[:number]
         if not needs.is_divisible:
             readable = found[: namespace.longest_hit([readable_parts(b, namespace) for b in found])]
-        for block in readable:
-            self._holdings.catalog.pin(block)  # not evicted to make room for the others
-        self._bring(found, number, needs)
-        self._holdings.unpin(readable)
-        self._holdings.publish()
+        self.prefetches.start_behind(session, namespace, found, DEFAULT_FILL_SECONDS)
         return readable
-
-    def _bring(self, blocks: list[Block], first: int, needs: Needs) -> int:
-        """Begin to bring a hit's blocks from number `first` on; return how many will move."""
-        started = 0
-        for number in range(first, min(len(blocks), first + PREFETCH_BLOCKS)):
-            if not needs.are_readable(blocks[number], number):
-                if not self.promoter.bring(blocks[number], needs.parts(number)):
-                    break
-                started += 1
-        return started
 
     def _resident(self, namespace: StoredNamespace, block_hash: BlockHash) -> Block | None:
         block = self._holdings.catalog.find(namespace, block_hash)
@@ -408,10 +388,11 @@ class Lender:
     def _settled(self, block: Block, is_readable: bool) -> None:
         if is_readable:
             self.block_arrived(block)
-            return
-        for awaited in self._interest.pop(block.hash, []):
-            if awaited.number < awaited.lease.usable:
-                self._shrink(awaited.lease, awaited.number)
+        else:
+            for awaited in self._interest.pop(block.hash, []):
+                if awaited.number < awaited.lease.usable:
+                    self._shrink(awaited.lease, awaited.number)
+        self.prefetches.settled(block, is_readable)
 
     def _advance(self, lease: Lease) -> None:
         if lease.advance():
@@ -427,6 +408,9 @@ class Lender:
         self._move(lease)
 
     def _give_up(self, lease: Lease, gone: list[Block]) -> None:
+        for block in gone:
+            self._lose_interest(lease, block.hash)
+        self._withdraw(gone)
         self._holdings.unpin(gone)
         if lease.is_complete:
             self._stop_filling(lease)
@@ -436,14 +420,23 @@ class Lender:
         timer = self._timers.pop(lease.id, None)
         if timer is not None:
             timer.cancel()
-            self._lose_interest(lease)
+            for block_hash in lease.hashes if self._interest else ():
+                self._lose_interest(lease, block_hash)
 
-    def _lose_interest(self, lease: Lease) -> None:
-        for block_hash in lease.hashes if self._interest else ():
-            waiting = self._interest.pop(block_hash, [])
-            left = [awaited for awaited in waiting if awaited.lease is not lease]
-            if left:
-                self._interest[block_hash] = left
+    def _lose_interest(self, lease: Lease, block_hash: BlockHash) -> None:
+        waiting = self._interest.pop(block_hash, [])
+        left = [awaited for awaited in waiting if awaited.lease is not lease]
+        if left:
+            self._interest[block_hash] = left
+
+    def _withdraw(self, blocks: Iterable[Block]) -> None:
+        """Call off the moves that nobody waits for any more, and no thread has begun."""
+        for block in blocks:
+            if self.promoter.is_moving(block) and not self._is_wanted(block):
+                self.promoter.withdraw(block)
+
+    def _is_wanted(self, block: Block) -> bool:
+        return block.hash in self._interest or self.prefetches.wants(block)
 
     async def _woken(self, lease: Lease, until: float) -> None:
         """Return when something changed about the lease, or at loop time `until`."""
@@ -469,7 +462,10 @@ class Lender:
         """What every way a lease can end does."""
         self._peer_ranges.pop(lease.id, None)
         self._stop_filling(lease)
-        self._holdings.unpin(block for block in lease.blocks if block is not None)
+        held = [block for block in lease.blocks if block is not None]
+        if self.promoter.in_flight:
+            self._withdraw(held)
+        self._holdings.unpin(held)
         self._wake(lease)
 
     async def _pull(self, lease: Lease, seconds: float, target: PullTarget) -> None:
@@ -482,35 +478,12 @@ class Lender:
                 stop += 1
             parent = lease.hashes[start - 1] if start else None
             run = lease.hashes[start:stop]
-            await self._pull_run(lease.namespace, parent, run, target, until - self._clock())
+            await self.pulls.run(lease.namespace, parent, run, target, until - self._clock())
             if not lease.is_ended and None in lease.blocks[start:stop]:
                 self._shrink(lease, lease.blocks.index(None))
             elif not lease.is_ended:
                 self._move(lease)
             self._holdings.publish()
-
-    async def _pull_run(
-        self,
-        namespace: StoredNamespace,
-        parent: BlockHash | None,
-        run: Sequence[BlockHash],
-        target: PullTarget,
-        seconds: float,
-    ) -> None:
-        assert self.puller is not None
-        if seconds > 0:
-            await self.puller.pull(namespace.namespace, parent, run, target, seconds)
-
-    def _start(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            self._holdings.counters["failed_pulls"] += 1
-            log.error("pull failed", exc_info=task.exception())
 
 
 def _set(future: asyncio.Future[None]) -> None:

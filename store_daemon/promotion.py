@@ -1,7 +1,8 @@
 """Brings blocks within reach: SSD to DRAM, and a first checksum for what recovery found in DRAM.
 
 Each move holds a pin on its block, so that a lease that ends early cannot free slots a thread is
-writing. A move once begun always settles, on the loop, whatever became of those who asked.
+writing. A move that a thread has begun always settles, on the loop, whatever became of those who
+asked; one that still waits for a thread can be withdrawn.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
+from concurrent.futures import Future as ConcurrentFuture
+from dataclasses import dataclass
 
 from client_sdk import faults
 from emberkv_proto.errors import CorruptionError
@@ -22,11 +25,24 @@ from store_daemon.tiers.ssd import SsdRow, SsdTier
 log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False, slots=True)
+class _Move:
+    """One block on its way."""
+
+    block: Block
+    slots: dict[int, Slot]
+    """Where its parts will be; empty when only checksums are computed."""
+    rows: dict[int, SsdRow]
+    work: ConcurrentFuture[None]
+    settled: asyncio.Future[None]
+
+
 class Promoter:
     """Moves in flight, one for a block at most.
 
     Args:
         on_settled: told, on the loop, of each block that was moved and whether it can be read now.
+            Not told of withdrawn moves.
     """
 
     def __init__(
@@ -40,11 +56,14 @@ class Promoter:
         self._ssd = ssd
         self._executor = executor
         self._on_settled = on_settled
-        self._moving: dict[Block, asyncio.Future[None]] = {}
+        self._moving: dict[Block, _Move] = {}
 
     @property
     def in_flight(self) -> int:
         return len(self._moving)
+
+    def is_moving(self, block: Block) -> bool:
+        return block in self._moving
 
     def bring(self, block: Block, parts: Iterable[int]) -> bool:
         """Begin to make these parts readable in DRAM; False when that is not possible now.
@@ -57,58 +76,83 @@ class Promoter:
             return False
         missing = [part for part in parts if block.slots[part] is None]
         if not missing:
-            self._begin(block, {}, {}, self._verify, _slots_of(block))
+            slots = _slots_of(block)
+            self._begin(block, {}, {}, lambda: self._verify(slots))
             return True
         rows = {part: row for part in missing if (row := block.rows[part]) is not None}
         if len(rows) < len(missing) or self._ssd is None:
             return False
-        slots = self._holdings.take_all(block.namespace, missing, block.tenant)
-        if slots is None:
+        room = self._holdings.take_all(block.namespace, missing, block.tenant)
+        if room is None:
             self._holdings.counters["no_space_promotions"] += 1
             return False
-        self._begin(block, slots, rows, self._read, slots, rows)
+        self._begin(block, room, rows, lambda: self._read(room, rows))
+        return True
+
+    def withdraw(self, block: Block) -> bool:
+        """Call a move off that no thread has begun; return whether it was."""
+        move = self._moving.get(block)
+        if move is None or not move.work.cancel():
+            return False
+        del self._moving[block]
+        self._holdings.counters["withdrawn_moves"] += 1
+        self._holdings.give_back(move.slots.values())
+        self._holdings.unpin([block])
         return True
 
     async def settle(self) -> None:
         """Wait for every move in flight. Bounded by the I/O of those."""
         while self._moving:
-            await asyncio.wait(list(self._moving.values()))
+            await asyncio.wait([move.settled for move in self._moving.values()])
+
+    def check_integrity(self) -> None:
+        """Assert that each move holds its block, and that what it fills is nobody else's."""
+        slots: set[int] = set()
+        for block, move in self._moving.items():
+            assert move.block is block
+            assert block.pins > 0, "a block moves that nobody holds"
+            assert set(move.slots) == set(move.rows)
+            offsets = {slot.offset for slot in move.slots.values()}
+            assert not offsets & slots, "two moves fill one slot"
+            slots |= offsets
+            for slot in move.slots.values():
+                assert slot.number not in slot.extent.occupants, "a move fills a resident's slot"
+                assert slot.number not in slot.extent.free, "a move fills a free slot"
 
     def _begin(
         self,
         block: Block,
-        new_slots: dict[int, Slot],
+        slots: dict[int, Slot],
         rows: dict[int, SsdRow],
-        job: Callable[..., None],
-        *args: object,
+        job: Callable[[], None],
     ) -> None:
         self._holdings.catalog.pin(block)
-        future = asyncio.get_running_loop().run_in_executor(self._executor, job, *args)
-        self._moving[block] = future
-        future.add_done_callback(lambda done: self._finish(block, new_slots, rows, done))
+        work = self._executor.submit(job)
+        move = _Move(block, slots, rows, work, asyncio.wrap_future(work))
+        self._moving[block] = move
+        move.settled.add_done_callback(lambda done: self._finish(move))
 
-    def _finish(
-        self,
-        block: Block,
-        new_slots: dict[int, Slot],
-        rows: dict[int, SsdRow],
-        done: asyncio.Future[None],
-    ) -> None:
+    def _finish(self, move: _Move) -> None:
+        if move.settled.cancelled():
+            return  # withdrawn
+        block = move.block
         del self._moving[block]
-        error = done.exception()
+        error = move.settled.exception()
         is_readable = False
-        if not new_slots:
-            is_readable = self._finish_verify(block, error)
-        elif error is None and _can_land(block, rows):
-            self._holdings.land(block, new_slots)
-            is_readable = True
-        else:
-            self._holdings.give_back(new_slots.values())
-            if error is not None:
-                self._lose(block, error)
-        self._on_settled(block, is_readable)
-        self._holdings.unpin([block])
-        self._holdings.publish()
+        try:
+            if not move.slots:
+                is_readable = self._finish_verify(block, error)
+            elif error is None and _can_land(block, move.rows):
+                self._holdings.land(block, move.slots)
+                is_readable = True
+            else:
+                self._holdings.give_back(move.slots.values())
+                if error is not None:
+                    self._lose(block, error)
+        finally:  # also after an error that is nobody's fault but ours
+            self._on_settled(block, is_readable)
+            self._holdings.unpin([block])
+            self._holdings.publish()
 
     def _finish_verify(self, block: Block, error: BaseException | None) -> bool:
         if block.is_doomed:

@@ -76,6 +76,7 @@ class Servicer:
             Method.ABORT: self._abort,
             Method.HEARTBEAT: self._heartbeat,
             Method.PREFETCH: self._prefetch,
+            Method.CANCEL_PREFETCH: self._cancel_prefetch,
             Method.STATUS: lambda session, request: self.status(),
             Method.CHECK: lambda session, request: self.check(),
             Method.DRAIN: self._drain,
@@ -270,7 +271,14 @@ class Servicer:
             hashes_from_wire(request.hashes),
             _seconds(request.deadline_seconds, "deadline_seconds"),
         )
-        return store_pb2.PrefetchResponse(scheduled_blocks=scheduled)
+        return store_pb2.PrefetchResponse(
+            scheduled_blocks=scheduled.blocks, prefetch_id=scheduled.prefetch_id
+        )
+
+    def _cancel_prefetch(self, session: Session, request: Message) -> Message:
+        assert isinstance(request, store_pb2.CancelPrefetchRequest)
+        self.store.cancel_prefetch(session, request.prefetch_id)
+        return common_pb2.Empty()
 
     def _drain(self, session: Session, request: Message) -> Message:
         self._on_drain()

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from emberkv_proto.errors import InvalidRequestError
-from emberkv_proto.types import BlockHash, EngineInfo, StageState
+from emberkv_proto.types import BlockHash, EngineInfo, StageState, Tier
 from store_daemon.block import Block, StoredNamespace
 from store_daemon.leases import SessionId
 from store_daemon.tiers.slots import Slot
@@ -70,3 +70,14 @@ def stage_state(block: Block, namespace: StoredNamespace, part: int, part_bit: i
     if block.writers & part_bit:
         return StageState.IN_PROGRESS
     return StageState.GRANTED
+
+
+@dataclass(frozen=True, slots=True)
+class TierState:
+    """A tier as operators and the index see it."""
+
+    tier: Tier
+    capacity_bytes: int
+    used_bytes: int
+    blocks: int
+    state: str

@@ -10,7 +10,6 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 from emberkv_proto.errors import (
     DrainingError,
@@ -41,8 +40,9 @@ from store_daemon.local_index import LocalIndex
 from store_daemon.namespaces import NamespaceBook
 from store_daemon.operations import Operations
 from store_daemon.ports import EventSink, PeerGrant, Puller, PullRoom
+from store_daemon.prefetching import NOTHING, Scheduled
 from store_daemon.quotas import tenants_of
-from store_daemon.sessions import Probed, Session, Staged, StagedPart, stage_state
+from store_daemon.sessions import Probed, Session, Staged, StagedPart, TierState, stage_state
 from store_daemon.staged_run import StagedRun
 from store_daemon.tenants import Tenant
 from store_daemon.tiers.pool import Pool
@@ -53,15 +53,6 @@ from store_daemon.writeback import WritebackQueue
 log = logging.getLogger(__name__)
 TICK_SECONDS = 0.1
 _STAGE_COUNTERS = {int(state): f"staged_{state.name.lower()}" for state in StageState}
-
-
-@dataclass(frozen=True, slots=True)
-class TierState:
-    tier: Tier
-    capacity_bytes: int
-    used_bytes: int
-    blocks: int
-    state: str
 
 
 class BlockStore:
@@ -186,7 +177,7 @@ class BlockStore:
 
     def set_puller(self, puller: Puller | None) -> None:
         """Peers to bring missing blocks from; None: there are none."""
-        self.lender.puller = puller
+        self.lender.pulls.puller = puller
 
     # ---- sessions ----
 
@@ -370,10 +361,15 @@ class BlockStore:
 
     def prefetch(
         self, session: Session, hashes: Sequence[BlockHash], deadline_seconds: float
-    ) -> int:
+    ) -> Scheduled:
         if self.is_draining:
-            return 0
-        return self.lender.prefetch(session.own, hashes, deadline_seconds, self)
+            return NOTHING
+        return self.lender.prefetch(session.id, session.own, hashes, deadline_seconds, self)
+
+    def cancel_prefetch(self, session: Session, prefetch_id: int) -> None:
+        """Stop what a prefetch has not begun to move. One that ended is no error."""
+        self.lender.prefetches.cancel(session.id, prefetch_id)
+        self.holdings.publish()
 
     # ---- ports ----
 

@@ -38,6 +38,7 @@ class Method(IntEnum):
     STATUS = 11
     CHECK = 12
     DRAIN = 13
+    CANCEL_PREFETCH = 14
 
 
 METHODS: dict[Method, tuple[type[Message], type[Message]]] = {
@@ -54,6 +55,7 @@ METHODS: dict[Method, tuple[type[Message], type[Message]]] = {
     Method.STATUS: (store_pb2.StatusRequest, store_pb2.StatusResponse),
     Method.CHECK: (store_pb2.CheckRequest, store_pb2.CheckResponse),
     Method.DRAIN: (store_pb2.DrainRequest, common_pb2.Empty),
+    Method.CANCEL_PREFETCH: (store_pb2.CancelPrefetchRequest, common_pb2.Empty),
 }
 """Method -> (request, response)."""
 

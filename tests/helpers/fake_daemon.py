@@ -55,6 +55,9 @@ class FakeDaemon:
     seen: list[Method] = field(default_factory=list)
     released: list[int] = field(default_factory=list)
     aborted: list[int] = field(default_factory=list)
+    prefetches: list[int] = field(default_factory=list)
+    cancelled: list[int] = field(default_factory=list)
+    acquired: list[store_pb2.AcquireRequest] = field(default_factory=list)
 
     def __enter__(self) -> FakeDaemon:
         self._pool = tempfile.TemporaryFile()
@@ -157,6 +160,7 @@ class FakeDaemon:
                     hit_blocks=_run(held), tiers=bytes((1 << Tier.DRAM) * h for h in held)
                 )
             case store_pb2.AcquireRequest():
+                self.acquired.append(request)
                 return self._acquire(request)
             case store_pb2.WaitRequest():
                 return self._wait(request)
@@ -173,7 +177,13 @@ class FakeDaemon:
                 self.aborted.append(request.stage_id)
                 self._free += self._stages.pop(request.stage_id, {}).values()
             case store_pb2.PrefetchRequest():
-                return store_pb2.PrefetchResponse(scheduled_blocks=len(_split(request.hashes)))
+                self._last_id += 1
+                self.prefetches.append(self._last_id)
+                return store_pb2.PrefetchResponse(
+                    scheduled_blocks=len(_split(request.hashes)), prefetch_id=self._last_id
+                )
+            case store_pb2.CancelPrefetchRequest():
+                self.cancelled.append(request.prefetch_id)
             case store_pb2.StatusRequest():
                 return store_pb2.StatusResponse(
                     node_id="fake", state="serving", counters={"hits": 2.0}

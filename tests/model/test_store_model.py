@@ -61,6 +61,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.sessions: list[Session] = [self.small.open(NAMESPACES[ns], part) for ns, part in RANKS]
         self.stages: list[tuple[int, int, dict[BlockHash, int]]] = []
         self.leases: list[tuple[int, Lease]] = []
+        self.prefetches: list[tuple[int, int]] = []
 
     def in_loop(self, work: object) -> object:
         async def run() -> object:
@@ -189,6 +190,22 @@ class StoreMachine(RuleBasedStateMachine):
             self.small.store.heartbeat(self.sessions[rank])
         self.in_loop(self.small.store.tick)
         self.leases = [entry for entry in self.leases if not entry[1].is_ended]
+
+    @rule(rank=RANK, seed=SEED, length=LENGTH)
+    def prefetch(self, rank: int, seed: int, length: int) -> None:
+        session = self.sessions[rank]
+        hashes = CHAINS[RANKS[rank][0]][seed][:length]
+        begun = self.in_loop(lambda: self.small.store.prefetch(session, hashes, 30.0))
+        if begun.prefetch_id:
+            self.prefetches.append((rank, begun.prefetch_id))
+        assert begun.blocks <= length
+
+    @precondition(lambda self: self.prefetches)
+    @rule(data=st.data())
+    def cancel_prefetch(self, data: st.DataObject) -> None:
+        at = data.draw(st.integers(0, len(self.prefetches) - 1))
+        rank, prefetch_id = self.prefetches.pop(at)
+        self.in_loop(lambda: self.small.store.cancel_prefetch(self.sessions[rank], prefetch_id))
 
     # ---- moves ----
 

@@ -89,7 +89,7 @@ async def test_leaving_a_stage_without_commit_aborts_it(
     assert (await client.probe(HASHES)).hit_blocks == 1
 
 
-async def test_cancelled_acquire_and_stage_leave_nothing_granted(
+async def test_cancelled_calls_leave_nothing_granted(
     daemon: FakeDaemon, client: AsyncClient
 ) -> None:
     await store(client, HASHES[:4])
@@ -98,8 +98,9 @@ async def test_cancelled_acquire_and_stage_leave_nothing_granted(
         time.sleep(0.15)
         return frame
 
-    daemon.faults = {Method.ACQUIRE: late, Method.STAGE: late}
-    for call in (client.acquire(HASHES), client.stage(HASHES)):
+    daemon.faults = {Method.ACQUIRE: late, Method.STAGE: late, Method.PREFETCH: late}
+    calls = (client.acquire(HASHES), client.stage(HASHES), client.prefetch(HASHES, 1.0))
+    for call in calls:
         task = asyncio.ensure_future(call)
         await asyncio.sleep(0.05)
         task.cancel()
@@ -108,6 +109,8 @@ async def test_cancelled_acquire_and_stage_leave_nothing_granted(
     await client.heartbeat()  # answers come in order: the late ones are in,
     await client.heartbeat()  # and what was given back for them has been served
     assert (len(daemon.released), len(daemon.aborted)) == (1, 1)
+    assert daemon.cancelled == daemon.prefetches
+    assert len(daemon.cancelled) == 1
     assert client.is_connected, "a cancelled call costs no session"
     assert (await client.probe(HASHES)).hit_blocks == 4
 
@@ -202,4 +205,8 @@ async def test_heartbeats_keep_a_lease_alive(daemon: FakeDaemon, client: AsyncCl
     async with await client.acquire(HASHES) as lease:
         await asyncio.sleep(1.0)
         assert lease.is_valid
+    prefetch = await client.start_prefetch(HASHES, 1.0)
+    await prefetch.cancel()
+    await prefetch.cancel()
+    assert daemon.cancelled == daemon.prefetches != []
     assert (await client.prefetch(HASHES, 1.0), (await client.status()).state) == (8, "serving")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from client_sdk import OperatorClient, SyncClient
+from client_sdk import OperatorClient, Patience, SyncClient
 from client_sdk.session import MAX_OWED_ANSWERS
 from emberkv_proto.errors import (
     AccessDeniedError,
@@ -25,7 +25,7 @@ from emberkv_proto.errors import (
     UnknownStageError,
 )
 from emberkv_proto.layout import Group, GroupKind, Namespace
-from emberkv_proto.types import BlockHash, Source, StageState, Tier
+from emberkv_proto.types import AcquirePolicy, BlockHash, Source, StageState, Tier
 from emberkv_proto.v1 import store_pb2
 from emberkv_proto.wire import HEADER, Method, pack_frame
 from tests.helpers.fake_daemon import FakeDaemon
@@ -646,3 +646,31 @@ def test_operator_asks_without_a_namespace(daemon: FakeDaemon) -> None:
 def test_prefetch_and_status_pass_through(client: SyncClient) -> None:
     assert client.prefetch(HASHES, 1.0) == 8
     assert client.status().state == "serving"
+
+
+def test_a_prefetch_can_be_cancelled_once(daemon: FakeDaemon, client: SyncClient) -> None:
+    prefetch = client.start_prefetch(HASHES, 1.0)
+    assert prefetch.scheduled_blocks == 8
+    prefetch.cancel()
+    prefetch.cancel()
+    assert daemon.cancelled == daemon.prefetches
+
+
+def test_cancelling_a_prefetch_of_a_daemon_that_is_away_is_no_error(
+    daemon: FakeDaemon, client: SyncClient
+) -> None:
+    prefetch = client.start_prefetch(HASHES, 1.0)
+    daemon.hang_up()
+    prefetch.cancel()
+    assert daemon.cancelled == []
+
+
+def test_patience_sets_the_deadline_that_the_caller_does_not(
+    daemon: FakeDaemon,
+) -> None:
+    patience = Patience(base_seconds=2.0, seconds_per_1024_tokens=8.0)
+    with SyncClient(daemon.socket_path, NAMESPACE, patience=patience) as client:
+        client.acquire(HASHES)  # 8 blocks of 16 tokens
+        client.acquire(HASHES, deadline_seconds=0.25)
+        client.acquire(HASHES, policy=AcquirePolicy.WAIT_COMPLETE)
+    assert [request.deadline_seconds for request in daemon.acquired] == [3.0, 0.25, 0.0]

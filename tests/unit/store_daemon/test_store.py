@@ -24,6 +24,7 @@ from store_daemon import leases, lending
 from store_daemon.leases import Lease
 from store_daemon.ports import PullTarget
 from store_daemon.sessions import Session
+from tests.helpers.gated_ssd import gated_reads
 from tests.helpers.store import SmallStore, chain, payload, small_namespace
 
 NAMESPACE = small_namespace()
@@ -215,7 +216,7 @@ async def test_best_effort_promises_only_what_is_there_and_moves_the_rest(make: 
 async def test_prefetch_brings_blocks_without_a_lease(make: Make) -> None:
     small = make()
     session = await on_ssd_only(small, HASHES)
-    assert small.store.prefetch(session, HASHES, 5.0) == 12
+    assert small.store.prefetch(session, HASHES, 5.0).blocks == 12
     await small.store.lender.promoter.settle()
     assert small.store.holdings.blocks_of(Tier.DRAM) == 12
     assert all(block.pins == 0 for block in small.store.holdings.catalog.blocks.values())
@@ -246,13 +247,15 @@ async def test_a_lease_ended_early_does_not_free_slots_that_are_being_read_into(
 ) -> None:
     small = make()
     session = await on_ssd_only(small, HASHES)
-    lease = acquire(small, session, HASHES)
-    small.store.release(session, [lease.id])
-    assert small.store.lender.promoter.in_flight == 12
-    used = small.store.holdings.pool.slots.used_bytes
-    assert used == 12 * 8192
-    await small.store.lender.promoter.settle()
-    small.assert_readable(acquire(small, session, HASHES))
+    with gated_reads(small.ssd) as gate:
+        lease = acquire(small, session, HASHES)
+        await gate.until_begun(2)
+        small.store.release(session, [lease.id])
+        assert small.store.lender.promoter.in_flight == 2, "the others were not begun"
+        assert small.store.holdings.pool.slots.used_bytes == 2 * 8192
+        gate.let_through()
+        await small.store.lender.promoter.settle()
+    small.assert_readable(await wait_all(small, session, acquire(small, session, HASHES)))
 
 
 async def test_a_waiting_read_fails_when_its_lease_runs_out(make: Make) -> None:

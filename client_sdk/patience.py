@@ -1,0 +1,41 @@
+"""How long an acquire lets the daemon bring blocks when the caller does not say. Pure."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from emberkv_proto.errors import InvalidRequestError
+from emberkv_proto.types import AcquirePolicy
+
+LONGEST_SECONDS = 600.0
+"""The daemon goes on no longer than this."""
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """Of the policy TIMEOUT: a base, and a share for each 1024 tokens that are asked for."""
+
+    base_seconds: float = 1.0
+    seconds_per_1024_tokens: float = 0.25
+
+    def __post_init__(self) -> None:
+        """Raises InvalidRequestError unless both are finite and not negative."""
+        for name in ("base_seconds", "seconds_per_1024_tokens"):
+            value = getattr(self, name)
+            if not math.isfinite(value) or value < 0:
+                raise InvalidRequestError(f"{name} {value} must be a finite number, 0 or more")
+
+    def deadline_seconds(self, policy: AcquirePolicy, tokens: int) -> float:
+        """Deadline of an acquire over so many tokens; 0 leaves it to the daemon.
+
+        BEST_EFFORT waits for nothing, WAIT_COMPLETE for as long as the daemon does.
+        """
+        if policy is not AcquirePolicy.TIMEOUT:
+            return 0.0
+        return min(
+            self.base_seconds + self.seconds_per_1024_tokens * tokens / 1024, LONGEST_SECONDS
+        )
+
+
+DEFAULT_PATIENCE = Patience()

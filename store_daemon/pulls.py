@@ -1,0 +1,55 @@
+"""Runs of blocks on their way from other nodes, and the tasks that wait for them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine, Sequence
+
+from emberkv_proto.types import BlockHash
+from store_daemon.block import StoredNamespace
+from store_daemon.holdings import Holdings
+from store_daemon.ports import Puller, PullTarget
+
+log = logging.getLogger(__name__)
+
+
+class Pulls:
+    """Who pulls from peers. Without a puller there are none. Belongs to one event loop."""
+
+    def __init__(self, holdings: Holdings) -> None:
+        self.puller: Puller | None = None
+        self._holdings = holdings
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def run(
+        self,
+        namespace: StoredNamespace,
+        parent: BlockHash | None,
+        hashes: Sequence[BlockHash],
+        target: PullTarget,
+        seconds: float,
+    ) -> None:
+        """Land what comes of the run within `seconds`. Cancelling it is safe at any point."""
+        assert self.puller is not None
+        if seconds > 0:
+            await self.puller.pull(namespace.namespace, parent, hashes, target, seconds)
+
+    def start(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        """Let `work`, which ends by its own deadline, run beside the calls."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    async def close(self) -> None:
+        """Cancel what runs and wait for it."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self._holdings.counters["failed_pulls"] += 1
+            log.error("pull failed", exc_info=task.exception())
