@@ -653,6 +653,7 @@ def test_a_prefetch_can_be_cancelled_once(daemon: FakeDaemon, client: SyncClient
     assert prefetch.scheduled_blocks == 8
     prefetch.cancel()
     prefetch.cancel()
+    client.heartbeat()  # answers come in order: the cancellation was served before
     assert daemon.cancelled == daemon.prefetches
 
 
