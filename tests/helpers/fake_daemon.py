@@ -91,10 +91,10 @@ class FakeDaemon:
 
     def hang_up(self) -> None:
         """Drop all connections; new ones are welcome."""
-        for connection in self._connections:
+        old, self._connections = self._connections, []  # the client may be back meanwhile
+        for connection in old:
             with contextlib.suppress(OSError):  # closed by the client already
                 connection.shutdown(socket.SHUT_RDWR)
-        self._connections.clear()
 
     def flip_byte(self, block_hash: bytes) -> None:
         slot = self._blocks[block_hash]
