@@ -73,7 +73,7 @@ class AttachedPool:
 
     def holds_all(self, offsets: Sequence[int]) -> bool:
         """`holds` for each of many."""
-        return not offsets or (self.holds(min(offsets)) and self.holds(max(offsets)))
+        return not offsets or (min(offsets) >= 0 and self.holds(max(offsets)))
 
     def writable(self, offset: int) -> memoryview:
         """The part's bytes at `offset`. Raises InvalidRequestError outside the pool."""

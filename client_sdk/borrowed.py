@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import time
 import warnings
+from array import array
 from collections.abc import Sequence
 
 from client_sdk.session import SessionLostError, SessionState
 from emberkv_proto import hashing
-from emberkv_proto.convert import u64s_from_wire, u64s_to_wire
+from emberkv_proto.convert import u64_array_from_wire, u64s_from_wire, u64s_to_wire
 from emberkv_proto.errors import (
     CorruptionError,
     InvalidRequestError,
@@ -27,6 +28,7 @@ from emberkv_proto.wire import MAX_BLOCKS_PER_CALL
 
 _SOURCES = {int(source): source for source in Source}  # several times faster than Source(value)
 _STAGE_STATES = {int(state): state for state in StageState}
+_ALL_SOURCES, _ALL_STAGE_STATES = bytes(_SOURCES), bytes(_STAGE_STATES)
 
 
 def pack_hashes(hashes: Sequence[BlockHash]) -> bytes:
@@ -65,13 +67,13 @@ class LeasedBlocks:
             SessionLostError: the answer does not add up.
         """
         self.usable_blocks = self._usable_at_grant = granted.usable_blocks
-        self.sources: list[Source] = []
+        self._sources = b""
         self.needed_from = 0
         """Number of the first block to be read."""
         self._session = session
         self._id = granted.lease_id
         self._offsets: list[int] = []
-        self._checksums: list[int] = []
+        self._checksums = array("Q")
         self._expires_at = sent_at + granted.expires_in_seconds
         self._is_released = not granted.lease_id
         if not granted.lease_id:
@@ -80,13 +82,18 @@ class LeasedBlocks:
         if self.usable_blocks > asked_blocks:
             raise SessionLostError(f"{self.usable_blocks} blocks leased, {asked_blocks} asked")
         self._take(granted.offsets, granted.checksums, granted.ready_blocks, 0)
-        self.sources = _sources(granted.sources, self.usable_blocks)
+        self._sources = _checked_sources(granted.sources, self.usable_blocks)
         self._need(granted.needed_from)
         session.lend(self)
 
     @property
     def ready_blocks(self) -> int:
         return len(self._offsets)
+
+    @property
+    def sources(self) -> list[Source]:
+        """Where each usable block was when the lease was granted. O(usable_blocks)."""
+        return [_SOURCES[number] for number in self._sources]
 
     def needs(self, block: int) -> bool:
         """Whether the hit needs this session's part of the block; otherwise it has no view."""
@@ -161,7 +168,7 @@ class LeasedBlocks:
         """Assert that the counts agree and every offset lies in the pool."""
         assert self.ready_blocks <= self.usable_blocks, "more ready than usable blocks"
         assert len(self._checksums) == self.ready_blocks, "a ready block has no checksum"
-        assert len(self.sources) == self.usable_blocks, "a usable block has no source"
+        assert len(self._sources) == self.usable_blocks, "a usable block has no source"
         assert self.needed_from <= self.usable_blocks, "a block beyond the lease is needed"
         assert self._session.pool.holds_all(self._offsets), "a block outside the pool"
 
@@ -180,9 +187,15 @@ class LeasedBlocks:
         if from_block == self.ready_blocks <= self.usable_blocks:  # nobody else waited meanwhile
             self._take(answer.offsets, answer.checksums, answer.ready_blocks, from_block)
             brought = self.ready_blocks - from_block
-            self.sources[from_block : self.ready_blocks] = _sources(answer.sources, brought)
-        for column in (self.sources, self._offsets, self._checksums):
-            del column[self.usable_blocks :]
+            known = self._sources
+            self._sources = (
+                known[:from_block]
+                + _checked_sources(answer.sources, brought)
+                + known[self.ready_blocks :]
+            )
+        self._sources = self._sources[: self.usable_blocks]
+        del self._offsets[self.usable_blocks :]
+        del self._checksums[self.usable_blocks :]
         if answer.usable_blocks == self.usable_blocks:
             self._need(answer.needed_from)
 
@@ -203,7 +216,7 @@ class LeasedBlocks:
         if ready_blocks > self.usable_blocks or not pool.holds_all(fresh):
             raise SessionLostError("a leased block lies outside the lease or the pool")
         self._offsets += fresh
-        self._checksums += u64s_from_wire(checksums)
+        self._checksums += u64_array_from_wire(checksums)
 
     def _checked(self, block: int) -> int:
         if not 0 <= block < self.ready_blocks:
@@ -244,18 +257,27 @@ class StagedBlocks:
         count = len(self._hashes)
         if len(granted.states) != count or len(self._offsets) != count:
             raise SessionLostError(f"{len(granted.states)} states for {count} staged blocks")
-        try:
-            self.states = list(map(_STAGE_STATES.__getitem__, granted.states))
-        except KeyError as error:
-            raise SessionLostError(f"a stage state is unknown: {error}") from None
-        self._uncommitted = {i for i, s in enumerate(self.states) if s is StageState.GRANTED}
+        unknown = granted.states.translate(None, _ALL_STAGE_STATES)
+        if unknown:
+            raise SessionLostError(f"a stage state is unknown: {unknown[0]}")
+        self._states = granted.states
+        self._uncommitted = (
+            {i for i, state in enumerate(granted.states) if not state}
+            if any(granted.states)
+            else set(range(count))
+        )
         if bool(self._uncommitted) != bool(self._id):
             raise SessionLostError("a stage without slots has an id, or slots have none")
-        if not session.pool.holds_all([self._offsets[i] for i in self._uncommitted]):
+        if not session.pool.holds_all(self._offsets):  # 0 where nothing was granted
             raise SessionLostError("a staged slot lies outside the pool")
         self._is_open = bool(self._uncommitted)
         if self._is_open:
             session.lend(self)
+
+    @property
+    def states(self) -> list[StageState]:
+        """What became of each block when it was staged. O(blocks)."""
+        return [_STAGE_STATES[state] for state in self._states]
 
     @property
     def granted(self) -> list[int]:
@@ -301,7 +323,7 @@ class StagedBlocks:
 
     def check_integrity(self) -> None:
         """Assert that what is uncommitted was granted and lies in the pool."""
-        assert all(self.states[i] is StageState.GRANTED for i in self._uncommitted)
+        assert not any(self._states[i] for i in self._uncommitted), "not granted"
         assert self._session.pool.holds_all([self._offsets[i] for i in self._uncommitted])
         assert self._is_open or not self._uncommitted, "closed with uncommitted blocks"
 
@@ -357,11 +379,11 @@ class StagedBlocks:
         return must_tell
 
 
-def _sources(packed: bytes, count: int) -> list[Source]:
+def _checked_sources(packed: bytes, count: int) -> bytes:
     """Raises SessionLostError on a wrong count or an unknown source."""
     if len(packed) != count:
         raise SessionLostError(f"{len(packed)} sources for {count} blocks")
-    try:
-        return list(map(_SOURCES.__getitem__, packed))
-    except KeyError as error:
-        raise SessionLostError(f"a block's source is unknown: {error}") from None
+    unknown = packed.translate(None, _ALL_SOURCES)
+    if unknown:
+        raise SessionLostError(f"a block's source is unknown: {unknown[0]}")
+    return packed

@@ -128,12 +128,15 @@ class Connection:
         its own ends the session too.
         """
         with self._lock:
-            deadline = time.monotonic() + self._timeout_seconds
-            session = self._ready(deadline)
-            sent_at = time.monotonic()
+            now = time.monotonic()
+            deadline = now + self._timeout_seconds
+            session = self._session
+            if session is None or not session.is_alive:
+                session = self._ready(deadline)
+                now = time.monotonic()
             message = self._ask(session, method, request, answer, deadline)
             try:
-                return build(session, message, sent_at)
+                return build(session, message, now)
             except SessionLostError as error:
                 self.lose(session, str(error))
                 raise

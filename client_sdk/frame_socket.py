@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 import select
 import socket
+import struct
 import time
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from emberkv_proto.wire import HEADER, FrameHeader, unpack_header
 
-_BUFFER_BYTES = 64 * 1024
+_READ_BYTES = 64 * 1024
+_PATIENCE_SECONDS = 0.05
+_TIMEVAL = struct.pack("@ll", 0, int(_PATIENCE_SECONDS * 1e6))
 
 
-@dataclass(slots=True)
-class Frame:
+class Frame(NamedTuple):
     header: FrameHeader
     payload: bytes
 
@@ -22,33 +24,37 @@ class Frame:
 class FrameSocket:
     """Sends and receives whole frames. Belongs to one thread at a time; the socket is its owner's.
 
-    The socket is non-blocking: a send is one system call and a receive two, where a socket with a
-    timeout of its own takes twice as many. Deadlines are monotonic seconds.
+    A send and a receive are one system call each, where a socket with a timeout of Python's takes
+    two: the kernel bounds a receive by _PATIENCE_SECONDS, and only one that takes longer, or may
+    not, is polled for. Deadlines are monotonic seconds.
     """
 
     def __init__(self, sock: socket.socket) -> None:
-        sock.setblocking(False)
+        sock.setblocking(True)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL)
         self._sock = sock
         self._readable = select.poll()
         self._readable.register(sock, select.POLLIN)
-        self._buffer = bytearray(_BUFFER_BYTES)
-        self._start = self._end = 0
+        self._unread = bytearray()
+        """What came beyond the last frame returned."""
 
     @property
     def has_unread(self) -> bool:
         """Whether bytes came that no `receive` has returned."""
-        return self._start != self._end
+        return bool(self._unread)
 
     def send(self, frame: bytes, deadline: float) -> None:
         """Raises TimeoutError, or OSError when the other side is gone."""
         try:
-            sent = self._sock.send(frame)
+            sent = self._sock.send(frame, socket.MSG_DONTWAIT)
         except BlockingIOError:
             sent = 0
         if sent < len(frame):
             self._sock.settimeout(max(deadline - time.monotonic(), 1e-4))
-            self._sock.sendall(memoryview(frame)[sent:])
-            self._sock.setblocking(False)
+            try:
+                self._sock.sendall(memoryview(frame)[sent:])
+            finally:
+                self._sock.setblocking(True)
 
     def receive(self, deadline: float) -> Frame:
         """The next frame.
@@ -58,31 +64,38 @@ class FrameSocket:
             TimeoutError: it is not whole by the deadline.
             OSError: the other side is gone.
         """
-        wanted = HEADER.size
+        unread = self._unread
+        if not unread:
+            data = self._receive_some(deadline)
+            if len(data) >= HEADER.size:
+                header = unpack_header(data)
+                if len(data) == HEADER.size + header.payload_bytes:  # as nearly always
+                    return Frame(header, data[HEADER.size :])
+            unread += data
         while True:
-            start, have = self._start, self._end - self._start
-            if have >= HEADER.size:
-                header = unpack_header(self._buffer, start)
-                wanted = HEADER.size + header.payload_bytes
-                if have >= wanted:
-                    payload = bytes(memoryview(self._buffer)[start + HEADER.size : start + wanted])
-                    self._start = start + wanted
-                    if self._start == self._end:
-                        self._start = self._end = 0
+            if len(unread) >= HEADER.size:
+                header = unpack_header(unread)
+                end = HEADER.size + header.payload_bytes
+                if len(unread) >= end:
+                    payload = bytes(unread[HEADER.size : end])
+                    del unread[:end]
                     return Frame(header, payload)
-            self._read_more(wanted, deadline)
+            unread += self._receive_some(deadline)
 
-    def _read_more(self, wanted: int, deadline: float) -> None:
-        buffer = self._buffer
-        if self._start + wanted > len(buffer) or self._end == len(buffer):
-            kept = buffer[self._start : self._end]
-            self._buffer = buffer = bytearray(max(wanted, _BUFFER_BYTES))
-            buffer[: len(kept)] = kept
-            self._start, self._end = 0, len(kept)
+    def _receive_some(self, deadline: float) -> bytes:
+        if deadline - time.monotonic() >= _PATIENCE_SECONDS:
+            try:
+                data = self._sock.recv(_READ_BYTES)
+            except BlockingIOError:
+                data = self._receive_late(deadline)
+        else:
+            data = self._receive_late(deadline)
+        if not data:
+            raise ConnectionResetError("it closed the connection")
+        return data
+
+    def _receive_late(self, deadline: float) -> bytes:
         left_ms = math.ceil(1e3 * (deadline - time.monotonic()))
         if left_ms <= 0 or not self._readable.poll(left_ms):
             raise TimeoutError
-        count = self._sock.recv_into(memoryview(buffer)[self._end :] if self._end else buffer)
-        if not count:
-            raise ConnectionResetError("it closed the connection")
-        self._end += count
+        return self._sock.recv(_READ_BYTES)

@@ -218,27 +218,28 @@ class Session(SessionState):
             SessionLostError: broken, too late or malformed; the caller retires the session.
             EmberError: what the daemon answered.
         """
-        sent = self._number(method)
-        frame = pack_frame(method, sent.request_id, request.SerializeToString())
+        request_id = self._next_request_id()
+        frame = pack_frame(method, request_id, request.SerializeToString())
         deadline = time.monotonic() + seconds
+        frames = self._frames
         try:
-            self._frames.send(frame, deadline)
+            frames.send(frame, deadline)
             while self._owed:
                 self._settle(deadline)
-            received = self._frames.receive(deadline)
+            header, payload = frames.receive(deadline)
         except (FrameError, OSError) as error:
             raise self._lost(error, method, seconds) from None
-        _check_match(received.header, sent.method, sent.request_id)
-        if self._frames.has_unread:
+        _check_match(header, method, request_id)
+        if frames.has_unread:
             raise SessionLostError("the daemon sent more bytes than one answer")
-        return read_payload(received.header, received.payload, answer)
+        return read_payload(header, payload, answer)
 
     def tell(self, method: Method, request: Message, seconds: float) -> None:
         """Send one request and leave its answer to be read with the next call's.
 
         Takes a wait of at most `seconds` when MAX_OWED_ANSWERS are unread. Raises SessionLostError.
         """
-        sent = self._number(method)
+        sent = _Owed(method, self._next_request_id())
         frame = pack_frame(method, sent.request_id, request.SerializeToString())
         deadline = time.monotonic() + seconds
         try:
@@ -249,9 +250,9 @@ class Session(SessionState):
         except (FrameError, OSError) as error:
             raise self._lost(error, method, seconds) from None
 
-    def _number(self, method: Method) -> _Owed:
+    def _next_request_id(self) -> int:
         self._last_request_id = (self._last_request_id + 1) & 0xFFFFFFFF
-        return _Owed(method, self._last_request_id)
+        return self._last_request_id
 
     def _settle(self, deadline: float) -> None:
         """Read the answer that has been owed longest."""
@@ -409,7 +410,7 @@ def read_payload(header: FrameHeader, payload: bytes | memoryview, answer: type[
             if isinstance(error, FrameError):
                 raise SessionLostError(f"the daemon refused a frame: {error}")
             raise error
-        return answer.FromString(bytes(payload))
+        return answer.FromString(payload if isinstance(payload, bytes) else bytes(payload))
     except DecodeError as error:
         raise SessionLostError(f"the daemon's answer is malformed: {error}") from None
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NewType
 
 from emberkv_proto.errors import LeaseExpiredError, PoolFullError, UnknownLeaseError
-from emberkv_proto.types import BlockHash, Source
+from emberkv_proto.types import BlockHash
 from store_daemon.block import Block, StoredNamespace
 from store_daemon.needs import Needs
 
@@ -129,7 +129,10 @@ class LeaseTable:
         sources: bytearray,
         expires_at: float,
     ) -> Lease:
-        """Record a lease over blocks that the caller has pinned. Peers get every part."""
+        """Record a lease over blocks that the caller has pinned. Peers get every part.
+
+        What of it can be read is still to be counted: see `Lease.advance`.
+        """
         assert len(hashes) == len(blocks)
         self._next_id += 1
         lease = Lease(
@@ -227,7 +230,3 @@ def readable_parts(block: Block | None, namespace: StoredNamespace) -> list[bool
     if block is None or block.is_doomed or not block.is_verified:
         return [False] * namespace.parts
     return [slot is not None for slot in block.slots]
-
-
-def source_of(block: Block) -> Source:
-    return Source.DRAM if block.in_dram else Source.SSD

@@ -23,7 +23,6 @@ from store_daemon.leases import (
     LeaseTable,
     SessionId,
     readable_parts,
-    source_of,
 )
 from store_daemon.ports import PeerGrant, PoolRange, PullTarget
 from store_daemon.prefetching import Prefetcher, Scheduled
@@ -36,6 +35,7 @@ DEFAULT_FILL_SECONDS = 60.0
 LONGEST_WAIT_SECONDS = 60.0
 MOVE_WINDOW_BLOCKS = 256
 """How far ahead of what is ready a lease's blocks are moved; bounds one turn of the loop."""
+_DRAM, _SSD, _PEER = int(Source.DRAM), int(Source.SSD), int(Source.PEER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ class Lender:
         holdings.catalog.touch_parts(found)
         if policy is AcquirePolicy.BEST_EFFORT:
             found = self._readable_now(session, namespace, found)
-        blocks: list[Block | None] = list(found)
+        blocks: list[Block | None] = [*found]
         missing = len(hashes) - len(blocks)
         counters["missed_blocks"] += missing
         is_pulling = (
@@ -132,10 +132,8 @@ class Lender:
                 del blocks[namespace.longest_hit(held) :]
         if not blocks:
             return None
-        sources = bytearray(
-            [Source.PEER if block is None else source_of(block) for block in blocks]
-        )
-        lease = self._grant(session, namespace, hashes, blocks, sources, self._times.lease_seconds)
+        lease = self._grant(session, namespace, hashes, blocks, self._times.lease_seconds)
+        sources = lease.sources
         counters["hit_blocks_dram"] += sources.count(Source.DRAM)
         counters["hit_blocks_ssd"] += sources.count(Source.SSD)
         if not lease.is_complete:
@@ -221,10 +219,9 @@ class Lender:
             return PeerGrant(0, 0, namespace.parts, (), ())
         self._holdings.queue.touch(found)
         self._holdings.catalog.touch_parts(found)
-        sources = bytearray([source_of(block) for block in found])
         now = self._clock()
         held = lease_seconds + self._times.peer_seconds
-        lease = self._grant(PEERS, namespace, hashes, list(found), sources, held)
+        lease = self._grant(PEERS, namespace, hashes, [*found], held)
         if not lease.is_complete:
             seconds = min(lease_seconds, self._times.peer_seconds) / 2
             self._fill(lease, seconds)
@@ -331,12 +328,13 @@ class Lender:
         namespace: StoredNamespace,
         hashes: Sequence[BlockHash],
         blocks: list[Block | None],
-        sources: bytearray,
         seconds: float,
     ) -> Lease:
-        for block in blocks:
-            if block is not None:
-                block.pins += 1  # catalog.pin, without a call for each block of a long prefix
+        for block in filter(None, blocks):
+            block.pins += 1  # catalog.pin, without a call for each block of a long prefix
+        sources = bytearray(
+            [_PEER if block is None else _DRAM if block.in_dram else _SSD for block in blocks]
+        )
         lease = self.leases.grant(
             session, namespace, hashes[: len(blocks)], blocks, sources, self._clock() + seconds
         )
@@ -462,7 +460,7 @@ class Lender:
         """What every way a lease can end does."""
         self._peer_ranges.pop(lease.id, None)
         self._stop_filling(lease)
-        held = [block for block in lease.blocks if block is not None]
+        held = [*filter(None, lease.blocks)]
         if self.promoter.in_flight:
             self._withdraw(held)
         self._holdings.unpin(held)

@@ -155,8 +155,9 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._last_heard = time.monotonic()
-        self._buffer += data
-        self._answer_frames()
+        if self._buffer or not self._answer_alone(data):
+            self._buffer += data
+            self._answer_frames()
 
     def pause_writing(self) -> None:
         # What it asks is not answered faster than it reads; so our memory for it is bounded.
@@ -208,6 +209,19 @@ class Connection(asyncio.Protocol):
         self._set_timer(1.0, "it does not read its last answers")
 
     # ---- frames ----
+
+    def _answer_alone(self, data: bytes) -> bool:
+        """Answer data that is just one frame, as nearly all is; whether it was."""
+        if len(data) < HEADER.size or self._is_closing or self._is_unread:
+            return False
+        try:
+            header = unpack_header(data)
+        except FrameError:
+            return False
+        if header.status or len(data) != HEADER.size + header.payload_bytes:
+            return False
+        self._frame(header, data[HEADER.size :])
+        return True
 
     def _answer_frames(self) -> None:
         """Answer the whole frames that are here, as long as it is this client's turn."""

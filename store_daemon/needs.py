@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from emberkv_proto.groups import WHOLE_PREFIX, needed_from, usable_blocks
@@ -47,13 +48,13 @@ class Needs:
         """How many leading blocks are readable, when the first `start` are known to be."""
         number = start
         if self.is_divisible:  # without a call for each block of a long prefix
-            while (
-                number < len(blocks)
-                and (block := blocks[number]) is not None
-                and block.in_dram
-                and block.is_verified
-                and all(block.slots)
-            ):
+            for block in islice(blocks, start, None):
+                if (
+                    block is None
+                    or not (block.in_dram and block.is_verified)
+                    or None in block.slots
+                ):
+                    break
                 number += 1
             return number
         while (

@@ -32,6 +32,8 @@ from store_daemon.store import BlockStore
 
 MAX_CLIENT_CHARS = 256
 MAX_LEASES_PER_CALL = 65536
+_REQUESTS = {int(method): request for method, (request, _) in METHODS.items()}
+_POLICIES = {int(policy): policy for policy in AcquirePolicy}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,7 @@ class Servicer:
         self._on_engines = on_engines
         self._on_drain = on_drain
         self._started = time.monotonic()
-        self._calls: dict[Method, Callable[[Session, Message], Message]] = {
+        calls: dict[Method, Callable[[Session, Message], Message]] = {
             Method.PROBE: self._probe,
             Method.ACQUIRE: self._acquire,
             Method.RELEASE: self._release,
@@ -81,6 +83,8 @@ class Servicer:
             Method.CHECK: lambda session, request: self.check(),
             Method.DRAIN: self._drain,
         }
+        # By number: an enum's own hash is slow.
+        self._calls = {int(method): call for method, call in calls.items()}
 
     # ---- sessions ----
 
@@ -136,7 +140,7 @@ class Servicer:
 
     def call(self, session: Session, method: Method, payload: bytes) -> bytes:
         """Answer any method but HELLO and WAIT. Raises EmberError."""
-        return self._calls[method](session, parse(method, payload)).SerializeToString()
+        return self._calls[int(method)](session, parse(method, payload)).SerializeToString()
 
     async def wait(self, session: Session, payload: bytes) -> bytes:
         """Answer WAIT. Raises EmberError."""
@@ -147,11 +151,12 @@ class Servicer:
             session, LeaseId(request.lease_id), request.from_block, seconds
         )
         start = request.from_block
+        places = _places(lease, session.part, start)
         return store_pb2.WaitResponse(
             usable_blocks=lease.usable,
             ready_blocks=lease.ready,
-            offsets=_offsets(lease, session.part, start),
-            checksums=_checksums(lease, session.part, start),
+            offsets=places.offsets,
+            checksums=places.checksums,
             sources=bytes(lease.sources[start : lease.ready]),
             needed_from=lease.needs.starts[session.part],
         ).SerializeToString()
@@ -213,13 +218,14 @@ class Servicer:
         )
         if lease is None:
             return store_pb2.AcquireResponse()
+        places = _places(lease, session.part, 0)
         return store_pb2.AcquireResponse(
             lease_id=lease.id,
             expires_in_seconds=self._settings.lease_seconds,
             usable_blocks=lease.usable,
             ready_blocks=lease.ready,
-            offsets=_offsets(lease, session.part, 0),
-            checksums=_checksums(lease, session.part, 0),
+            offsets=places.offsets,
+            checksums=places.checksums,
             sources=bytes(lease.sources),
             needed_from=lease.needs.starts[session.part],
         )
@@ -288,7 +294,7 @@ class Servicer:
 def parse(method: Method, payload: bytes) -> Message:
     """The request of a method. Raises InvalidRequestError when the bytes are not one."""
     try:
-        return METHODS[method][0].FromString(payload)
+        return _REQUESTS[int(method)].FromString(payload)
     except DecodeError as error:
         raise InvalidRequestError(f"{method.name} request is malformed: {error}") from None
 
@@ -300,10 +306,10 @@ def error_detail(error: EmberError) -> bytes:
 
 
 def _policy(value: int) -> AcquirePolicy:
-    try:
-        return AcquirePolicy(value)
-    except ValueError:
-        raise InvalidRequestError(f"acquire policy {value} is unknown") from None
+    policy = _POLICIES.get(value)
+    if policy is None:
+        raise InvalidRequestError(f"acquire policy {value} is unknown")
+    return policy
 
 
 def _seconds(value: float, name: str) -> float:
@@ -312,20 +318,20 @@ def _seconds(value: float, name: str) -> float:
     return value
 
 
-def _offsets(lease: Lease, part: int, start: int) -> bytes:
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """Packed, of some ready blocks: where the session's part lies, and its checksum."""
+
+    offsets: bytes
+    checksums: bytes
+
+
+def _places(lease: Lease, part: int, start: int) -> _Places:
+    """Of the ready blocks from `start` on; zeros for those that are not needed."""
     first = max(start, lease.needs.starts[part])
-    return bytes(8 * _unneeded(lease, part, start)) + u64s_to_wire(
-        [block.slots[part].offset for block in lease.blocks[first : lease.ready]]  # type: ignore[union-attr]
+    unneeded = bytes(8 * max(0, min(first, lease.ready) - start))
+    slots = [block.slots[part] for block in lease.blocks[first : lease.ready]]  # type: ignore[union-attr]
+    return _Places(
+        unneeded + u64s_to_wire([slot.offset for slot in slots]),  # type: ignore[union-attr]
+        unneeded + u64s_to_wire([slot.checksum for slot in slots]),  # type: ignore[union-attr]
     )
-
-
-def _checksums(lease: Lease, part: int, start: int) -> bytes:
-    first = max(start, lease.needs.starts[part])
-    return bytes(8 * _unneeded(lease, part, start)) + u64s_to_wire(
-        [block.slots[part].checksum for block in lease.blocks[first : lease.ready]]  # type: ignore[union-attr]
-    )
-
-
-def _unneeded(lease: Lease, part: int, start: int) -> int:
-    """How many of the ready blocks from `start` on are not needed: 0 stands for each."""
-    return max(0, min(lease.needs.starts[part], lease.ready) - start)

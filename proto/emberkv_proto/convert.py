@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import struct
+import sys
+from array import array
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -38,6 +41,8 @@ from emberkv_proto.wire import MAX_BLOCKS_PER_CALL
 U64 = np.dtype("<u8")
 _HASH = np.dtype((np.void, BLOCK_HASH_BYTES))
 MAX_KEYS_PER_MESSAGE = 1 << 20
+_FEW = 16
+"""From so many on numpy is faster than what needs no array."""
 MAX_ENGINE_BYTES = 4096
 """Of one engine's description, so that a node's report with all of them fits a message."""
 
@@ -57,7 +62,11 @@ def hashes_from_wire(packed: bytes) -> list[BlockHash]:
         raise InvalidRequestError(
             f"hashes has {len(packed)} bytes; wanted 32 for each of at most {MAX_BLOCKS_PER_CALL}"
         )
-    hashes: list[BlockHash] = np.frombuffer(packed, _HASH).tolist() if count else []
+    hashes: list[BlockHash] = (
+        np.frombuffer(packed, _HASH).tolist()
+        if count >= _FEW
+        else [BlockHash(packed[i : i + 32]) for i in range(0, len(packed), 32)]
+    )
     if len(set(hashes)) != count:
         raise InvalidRequestError("hashes names a block twice; no chain does")
     return hashes
@@ -76,6 +85,8 @@ def salt_id_from_wire(packed: bytes) -> SaltId | None:
 
 
 def u64s_to_wire(values: Sequence[int] | npt.NDArray[np.uint64]) -> bytes:
+    if len(values) < _FEW:
+        return struct.pack(f"<{len(values)}Q", *values)
     return np.asarray(values, dtype=U64).tobytes()
 
 
@@ -83,7 +94,16 @@ def u64s_from_wire(packed: bytes) -> list[int]:
     """Raises InvalidRequestError on a length that is no multiple of 8."""
     if len(packed) % 8:
         raise InvalidRequestError(f"packed u64 field has {len(packed)} bytes")
-    values: list[int] = np.frombuffer(packed, dtype=U64).tolist()
+    return list(struct.unpack(f"<{len(packed) // 8}Q", packed))
+
+
+def u64_array_from_wire(packed: bytes) -> array[int]:
+    """As `u64s_from_wire`, without an object for each number."""
+    if len(packed) % 8:
+        raise InvalidRequestError(f"packed u64 field has {len(packed)} bytes")
+    values = array("Q", packed)
+    if sys.byteorder == "big":
+        values.byteswap()
     return values
 
 
