@@ -40,6 +40,7 @@ COUNTERS = {
     "committed_parts": ("committed_parts", {}),
     "corrupt_blocks": ("corrupt_blocks", {}),
     "ssd_read_errors": ("ssd_read_errors", {}),
+    "reclaimed_reads": ("reclaimed_reads", {}),
     "writeback_blocks": ("writeback_blocks", {"result": "written"}),
     "writeback_skipped_blocks": ("writeback_blocks", {"result": "skipped"}),
     "writeback_failed_blocks": ("writeback_blocks", {"result": "failed"}),

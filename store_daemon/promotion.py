@@ -148,7 +148,7 @@ class Promoter:
             else:
                 self._holdings.give_back(move.slots.values())
                 if error is not None:
-                    self._lose(block, error)
+                    self._lose(block, move.rows, error)
         finally:  # also after an error that is nobody's fault but ours
             self._on_settled(block, is_readable)
             self._holdings.unpin([block])
@@ -164,7 +164,12 @@ class Promoter:
         self._holdings.quarantine(block)
         return False
 
-    def _lose(self, block: Block, error: BaseException) -> None:
+    def _lose(self, block: Block, rows: dict[int, SsdRow], error: BaseException) -> None:
+        assert self._ssd is not None
+        if isinstance(error, FileNotFoundError) and not all(map(self._ssd.holds, rows.values())):
+            # Its segment was the oldest; whoever reclaimed it says so to the catalog.
+            self._holdings.counters["reclaimed_reads"] += 1
+            return
         if isinstance(error, CorruptionError):
             self._holdings.counters["corrupt_blocks"] += 1
         elif isinstance(error, OSError):

@@ -327,6 +327,11 @@ class SsdTier:
         finally:
             self._free_pages.append(page)
 
+    def holds(self, row: SsdRow) -> bool:
+        """Whether the part is stored where `row` says: not forgotten, reclaimed or moved since."""
+        with self._mutex:
+            return self._live.get(row.key) == row
+
     # -- removing ------------------------------------------------------------------------------
 
     def forget(self, rows: Sequence[SsdRow]) -> None:

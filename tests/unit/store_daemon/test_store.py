@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from unittest import mock
@@ -24,6 +25,7 @@ from store_daemon import leases, lending
 from store_daemon.leases import Lease
 from store_daemon.ports import PullTarget
 from store_daemon.sessions import Session
+from store_daemon.tiers.ssd import SsdRow
 from tests.helpers.gated_ssd import gated_reads
 from tests.helpers.store import SmallStore, chain, payload, small_namespace
 
@@ -240,6 +242,44 @@ async def test_a_damaged_ssd_block_ends_the_prefix_and_is_forgotten(make: Make) 
     assert HASHES[5] not in small.store.holdings.catalog.blocks
     await small.flush()
     assert small.store.stage(session, HASHES[5:6], HASHES[4]).states == bytes([StageState.GRANTED])
+
+
+async def test_a_read_that_reclaim_overtakes_is_no_error_of_the_drive(make: Make) -> None:
+    small = make()
+    session = await on_ssd_only(small, HASHES)
+    ssd, counters = small.ssd, small.store.holdings.counters
+    assert ssd is not None
+    is_reclaimed, read_into = threading.Event(), ssd.read_into
+
+    def read_late(row: SsdRow, target: memoryview) -> None:
+        assert is_reclaimed.wait(10)
+        read_into(row, target)
+
+    with mock.patch.object(ssd, "read_into", read_late):
+        lease = acquire(small, session, HASHES)
+        ssd.capacity_bytes = 0
+        gone = ssd.reclaim()
+        is_reclaimed.set()
+        lease = await wait_all(small, session, lease)
+    small.store.holdings.drop_rows(gone)
+    assert len(gone) >= 5
+    assert lease.usable == 0
+    assert counters["reclaimed_reads"] > 0
+    assert (counters["ssd_read_errors"], counters["corrupt_blocks"]) == (0, 0)
+    small.store.holdings.publish()
+
+
+async def test_a_segment_that_somebody_removed_is_an_error_of_the_drive(make: Make) -> None:
+    small = make()
+    session = await on_ssd_only(small, HASHES)
+    assert small.ssd is not None
+    for segment in small.ssd._segments.values():
+        segment.path.rename(segment.path.with_suffix(".away"))
+    lease = await wait_all(small, session, acquire(small, session, HASHES))
+    assert lease.usable == 0
+    assert small.store.holdings.counters["ssd_read_errors"] > 0
+    assert small.store.holdings.counters["reclaimed_reads"] == 0
+    await small.flush()
 
 
 async def test_a_lease_ended_early_does_not_free_slots_that_are_being_read_into(
