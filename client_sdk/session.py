@@ -8,6 +8,7 @@ was only slow does not hand a slot to another while this process still copies.
 from __future__ import annotations
 
 import os
+import select
 import socket
 import threading
 import time
@@ -136,6 +137,22 @@ class SessionState:
     @property
     def is_alive(self) -> bool:
         return self._is_alive
+
+    @property
+    def stands(self) -> bool:
+        """Whether the daemon holds its end of the session, as the kernel says now. A system call.
+
+        `is_alive` ends only when somebody asks the daemon something. By then a killed daemon may
+        be back and have given our blocks' slots to others; but its end was closed before that.
+        """
+        if not self.is_alive:
+            return False
+        poll = select.poll()
+        try:
+            poll.register(self._sock, select.POLLRDHUP)
+            return not poll.poll(0)
+        except (OSError, ValueError):
+            return False  # closed meanwhile, by another thread
 
     @property
     def pool(self) -> AttachedPool:
