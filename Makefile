@@ -7,7 +7,7 @@ PROTOS = $(wildcard proto/emberkv_proto/v1/*.proto)
 PROTOC = $(PROTO_VENV)/bin/python -m grpc_tools.protoc -I proto
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast lint fmt type proto proto-check check ci bench clean
+.PHONY: help setup demo test test-fast lint fmt type proto proto-check check ci crash bench clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -63,6 +63,11 @@ proto-check: $(PROTO_VENV)/.ready ## fail when the generated code is not what it
 check: lint type proto-check test-fast ## what to run before a commit
 
 ci: lint type proto-check test demo ## what CI runs
+
+LOOPS ?= 100
+crash: setup ## kill -9 a loaded daemon LOOPS times and check that nothing acknowledged is lost
+	$(BIN)/python -m tests.process.crash_campaign --loops $(LOOPS) \
+	  $(if $(SEED),--seed $(SEED)) $(if $(FIRST),--first-loop $(FIRST))
 
 bench: setup ## run the benchmarks, quick form
 	@for part in $(patsubst benchmarks/%.py,%,$(filter-out benchmarks/_% , $(wildcard benchmarks/*.py))); do \
