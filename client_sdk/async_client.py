@@ -30,7 +30,14 @@ from emberkv_proto.errors import (
     UnavailableError,
 )
 from emberkv_proto.layout import Namespace
-from emberkv_proto.types import AcquirePolicy, BlockHash, EngineInfo, Incarnation, NodeId
+from emberkv_proto.types import (
+    AcquirePolicy,
+    BlockHash,
+    EngineInfo,
+    Incarnation,
+    NodeId,
+    SaltId,
+)
 from emberkv_proto.v1 import common_pb2, store_pb2
 from emberkv_proto.wire import Method
 
@@ -228,11 +235,16 @@ class AsyncClient:
             raise
 
     async def stage(
-        self, hashes: Sequence[BlockHash], parent: BlockHash | None = None
+        self,
+        hashes: Sequence[BlockHash],
+        parent: BlockHash | None = None,
+        salt_id: SaltId | None = None,
     ) -> AsyncStagedWrite:
         """As `SyncClient.stage`."""
         request = store_pb2.StageRequest(
-            hashes=pack_hashes(hashes), parent=pack_hashes([parent] if parent else [])
+            hashes=pack_hashes(hashes),
+            parent=pack_hashes([parent] if parent else []),
+            salt_id=salt_id or b"",
         )
         session = await self._ready()
         sent_at = time.monotonic()

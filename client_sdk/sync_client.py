@@ -33,6 +33,7 @@ from emberkv_proto.types import (
     EngineInfo,
     Incarnation,
     NodeId,
+    SaltId,
     Tier,
 )
 from emberkv_proto.v1 import common_pb2, store_pb2
@@ -316,11 +317,22 @@ class SyncClient:
             ),
         )
 
-    def stage(self, hashes: Sequence[BlockHash], parent: BlockHash | None = None) -> StagedWrite:
-        """Ask for slots to write blocks into; `parent` is the hash before `hashes[0]`."""
+    def stage(
+        self,
+        hashes: Sequence[BlockHash],
+        parent: BlockHash | None = None,
+        salt_id: SaltId | None = None,
+    ) -> StagedWrite:
+        """Ask for slots to write blocks into; `parent` is the hash before `hashes[0]`.
+
+        New blocks count against the quota of `salt_id` (see `emberkv_proto.hashing.salt_id`); None:
+        nobody's.
+        """
         self._keep_beating()
         request = store_pb2.StageRequest(
-            hashes=pack_hashes(hashes), parent=pack_hashes([parent] if parent else [])
+            hashes=pack_hashes(hashes),
+            parent=pack_hashes([parent] if parent else []),
+            salt_id=salt_id or b"",
         )
         return self._connection.borrow(
             Method.STAGE,

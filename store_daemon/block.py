@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from emberkv_proto.groups import WHOLE_PREFIX
 from emberkv_proto.layout import Namespace
-from emberkv_proto.types import BlockHash, NamespaceId
+from emberkv_proto.types import BlockHash, NamespaceId, SaltId
 from store_daemon.needs import Needs, longest_hit, required_parts
 from store_daemon.policies.base import NOWHERE
 from store_daemon.tiers.slots import SizeClass
@@ -133,6 +133,10 @@ class Block:
     """Whose quota it counts against; None: nobody's."""
     stays: int = 0
     """Why it must not be evicted although nobody reads it: PINNED, UNWRITTEN."""
+
+    @property
+    def salt_id(self) -> SaltId | None:
+        return self.tenant.salt_id if self.tenant is not None else None
 
     @property
     def dram_bytes(self) -> int:

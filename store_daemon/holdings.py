@@ -147,7 +147,7 @@ class Holdings:
             self.catalog.abort_part(block, part)
             self.give_back([slot])
             return
-        self.pool.commit(slot, block.hash, block.parent, checksum)
+        self.pool.commit(slot, block.hash, block.parent, checksum, block.salt_id)
         self.catalog.commit_part(block, part, slot)
         if block.in_dram:
             self.on_resident(block)
@@ -160,7 +160,7 @@ class Holdings:
         for part, slot in slots.items():
             row = block.rows[part]
             assert row is not None
-            self.pool.commit(slot, block.hash, block.parent, row.checksum)
+            self.pool.commit(slot, block.hash, block.parent, row.checksum, block.salt_id)
         self.catalog.land(block, slots)
         self.counters["promoted_blocks"] += 1
 

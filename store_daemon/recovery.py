@@ -154,10 +154,9 @@ def _inspect(
         if damaged and not known:
             raise CorruptionError(f"segment {number}: header damaged, no record readable")
         return _Inspection(tuple(known), known_end, reader.file_bytes, 0, damaged)
-    sealed = None if damaged else _footer_rows(reader, number)
-    if sealed is not None:
-        footer_start = reader.file_bytes - segments.footer_bytes(len(sealed))
-        return _Inspection((*sealed, *known), footer_start, reader.file_bytes, 0, False)
+    footer = None if damaged else _footer(reader, number)
+    if footer is not None:
+        return _Inspection((*footer.rows, *known), footer.start, reader.file_bytes, 0, False)
     scanned, scanned_end, torn = _scan(reader, number, {row.offset: row for row in known})
     rows = tuple({row.offset: row for row in (*scanned, *known)}.values())
     if damaged and not rows:
@@ -191,7 +190,13 @@ def _is_whole(reader: SegmentReader, row: SsdRow) -> bool:
     return True
 
 
-def _footer_rows(reader: SegmentReader, number: int) -> list[SsdRow] | None:
+@dataclass(frozen=True, slots=True)
+class _Footer:
+    rows: list[SsdRow]
+    start: int
+
+
+def _footer(reader: SegmentReader, number: int) -> _Footer | None:
     """None if the segment was not sealed or its footer is damaged: then its records are read."""
     last = reader.file_bytes - PAGE_BYTES
     if last < PAGE_BYTES or last % PAGE_BYTES:
@@ -200,7 +205,8 @@ def _footer_rows(reader: SegmentReader, number: int) -> list[SsdRow] | None:
         trailer = segments.unpack_trailer(reader.page(last), number, reader.file_bytes)
         start = last - trailer.table_bytes
         table = reader.pages(start, trailer.table_bytes) if trailer.rows else memoryview(b"")
-        return segments.unpack_footer_table(table, trailer, number, reader.file_bytes)
+        rows = segments.unpack_footer_table(table, trailer, number, reader.file_bytes)
+        return _Footer(rows, start)
     except CorruptionError:
         return None
 

@@ -107,7 +107,12 @@ class BlockStore:
             namespace = self._namespaces.known(found.namespace_id)
             header = found.header
             if not catalog.recover_part(
-                namespace, header.block_hash, header.parent, found.part, found.slot
+                namespace,
+                header.block_hash,
+                header.parent,
+                found.part,
+                found.slot,
+                holdings.tenants.of(header.salt_id),
             ):
                 holdings.pool.give_back(found.slot)
         holdings.pool.found.clear()
@@ -115,7 +120,9 @@ class BlockStore:
         holdings.pool.found_staged.clear()
         for row in self._ssd.recovered_rows() if self._ssd is not None else ():
             known = self._namespaces.get(row.namespace_id)
-            if known is None or not catalog.recover_row(known, row):
+            if known is None or not catalog.recover_row(
+                known, row, holdings.tenants.of(row.salt_id)
+            ):
                 holdings.rows_to_forget.append(row)
         holdings.drop_incomplete()
         self.operations.recover_pins()

@@ -129,6 +129,7 @@ class WritebackQueue:
                 slot.payload_bytes,
                 slot.checksum,
                 self._holdings.pool.slot_view(slot),
+                block.salt_id,
             )
             for part, slot in enumerate(block.slots)
             if slot is not None and block.rows[part] is None

@@ -22,7 +22,7 @@ from prometheus_client import Counter
 from client_sdk.attached_pool import gather_from_pages, scatter_into_pages
 from client_sdk.sync_client import Lease, SyncClient
 from emberkv_proto.errors import CorruptionError, EmberError
-from emberkv_proto.types import AcquirePolicy, BlockHash, Source, StageState
+from emberkv_proto.types import AcquirePolicy, BlockHash, SaltId, Source, StageState
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -70,10 +70,15 @@ class StoreLink:
         self._submit(self._copies, "release", load.held.close)
 
     def save(
-        self, hashes: Sequence[BlockHash], blocks: Sequence[int], parent: BlockHash | None
+        self,
+        hashes: Sequence[BlockHash],
+        blocks: Sequence[int],
+        parent: BlockHash | None,
+        salt_id: SaltId | None = None,
     ) -> Future[None]:
         """Save full blocks, on which the caller holds references until the future is done."""
-        return self._submit(self._saves, "save", partial(self._save, hashes, blocks, parent))
+        job = partial(self._save, hashes, blocks, parent, salt_id)
+        return self._submit(self._saves, "save", job)
 
     def close(self) -> None:
         """End the running jobs, forget those that wait."""
@@ -133,9 +138,13 @@ class StoreLink:
         return True
 
     def _save(
-        self, hashes: Sequence[BlockHash], blocks: Sequence[int], parent: BlockHash | None
+        self,
+        hashes: Sequence[BlockHash],
+        blocks: Sequence[int],
+        parent: BlockHash | None,
+        salt_id: SaltId | None,
     ) -> None:
-        with self._saver.stage(hashes, parent=parent) as staged:
+        with self._saver.stage(hashes, parent=parent, salt_id=salt_id) as staged:
             granted = [n for n, state in enumerate(staged.states) if state is StageState.GRANTED]
             if granted:
                 views = [staged.view(number) for number in granted]

@@ -9,6 +9,8 @@ use only the offsets they are given; headers are the daemon's.
 
 A slot header is written with state STAGED, then the payload, then the checksum, and last the state
 word COMMITTED: a crash at any point leaves either a whole block or one that recovery drops.
+Behind its crc stands the salt id of a tenant's block, with a crc of its own among the fields; that
+is 0 in nobody's block, and in a file from before there were tenants.
 All numbers are little endian. `crc` covers the bytes before it, the state word taken as zero.
 """
 
@@ -20,7 +22,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from emberkv_proto.errors import CorruptionError
-from emberkv_proto.types import BlockHash, NamespaceId
+from emberkv_proto.types import SALT_ID_BYTES, BlockHash, NamespaceId, SaltId
 
 ALIGNMENT = 4096
 POOL_MAGIC = b"EMBRPOOL"
@@ -129,10 +131,18 @@ class SlotHeader:
     checksum: int
     generation: int
     """The extent's; a header of an earlier carving does not match."""
+    salt_id: SaltId | None = None
+    """Whose quota the block counts against."""
 
     def pack(self) -> bytes:
         return pack_slot(
-            self.state, self.block_hash, self.parent, self.length, self.checksum, self.generation
+            self.state,
+            self.block_hash,
+            self.parent,
+            self.length,
+            self.checksum,
+            self.generation,
+            self.salt_id,
         )
 
     @staticmethod
@@ -143,7 +153,7 @@ class SlotHeader:
             raise CorruptionError(f"slot header: only {len(raw)} bytes")
         state = _STATE.unpack_from(body, STATE_OFFSET)[0]
         _check_crc(body[:STATE_OFFSET] + bytes(4) + body[8:], raw, "slot header")
-        magic, _, length, checksum, generation, _, _, block_hash, parent = _SLOT.unpack(body)
+        magic, _, length, checksum, generation, salted, _, block_hash, parent = _SLOT.unpack(body)
         if magic != SLOT_MAGIC or state > SlotState.COMMITTED:
             raise CorruptionError(f"slot header: magic {magic:#x} state {state} is not ours")
         return SlotHeader(
@@ -153,6 +163,7 @@ class SlotHeader:
             length,
             checksum,
             generation,
+            _salt_id(raw, salted) if salted else None,
         )
 
 
@@ -163,6 +174,7 @@ def pack_slot(
     length: int,
     checksum: int,
     generation: int,
+    salt_id: SaltId | None = None,
 ) -> bytes:
     """`SlotHeader(...).pack()`, without the object: a daemon writes one for each block."""
     body = _SLOT.pack(
@@ -171,12 +183,26 @@ def pack_slot(
         length,
         checksum,
         generation,
-        0,
+        _salt_crc(salt_id) if salt_id is not None else 0,
         0,
         block_hash,
         parent or _NO_PARENT,
     )
-    return body + _CRC.pack(zlib.crc32(body[8:], _CRC_BEFORE_LENGTH))
+    crc = _CRC.pack(zlib.crc32(body[8:], _CRC_BEFORE_LENGTH))
+    return body + crc if salt_id is None else body + crc + salt_id
+
+
+def _salt_crc(salt_id: bytes) -> int:
+    """Never 0, which means that there is none."""
+    return zlib.crc32(salt_id) or 1
+
+
+def _salt_id(raw: bytes | memoryview, crc: int) -> SaltId:
+    at = _SLOT.size + _CRC.size
+    salt_id = bytes(raw[at : at + SALT_ID_BYTES])
+    if len(salt_id) != SALT_ID_BYTES or _salt_crc(salt_id) != crc:
+        raise CorruptionError("slot header: crc of the salt id does not match")
+    return SaltId(salt_id)
 
 
 def pack_state(state: SlotState) -> bytes:

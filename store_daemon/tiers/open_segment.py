@@ -10,8 +10,10 @@ from pathlib import Path
 from emberkv_proto.types import (
     BLOCK_HASH_BYTES,
     NAMESPACE_ID_BYTES,
+    SALT_ID_BYTES,
     BlockHash,
     NamespaceId,
+    SaltId,
 )
 from store_daemon.tiers import segments
 from store_daemon.tiers.segment_file import (
@@ -38,6 +40,8 @@ class SsdRecord:
     checksum: int
     payload: memoryview
     """4 KiB aligned, exactly align_up(length) bytes; unchanged until `append` returns."""
+    salt_id: SaltId | None = None
+    """Whose quota it counts against."""
 
     @property
     def key(self) -> RowKey:
@@ -45,13 +49,15 @@ class SsdRecord:
 
     @property
     def is_storable(self) -> bool:
-        """Whether each field fits its place in a record header. Zeros there mean no parent."""
+        """Whether each field fits its place in a record header. Zeros there mean no
+        parent, and nobody's."""
         return (
             len(self.namespace_id) == NAMESPACE_ID_BYTES
             and len(self.block_hash) == BLOCK_HASH_BYTES
             and (self.parent is None or (len(self.parent) == BLOCK_HASH_BYTES and any(self.parent)))
             and 0 <= self.part < 1 << 32
             and 0 <= self.checksum < 1 << 64
+            and (self.salt_id is None or (len(self.salt_id) == SALT_ID_BYTES and any(self.salt_id)))
         )
 
     def placed(self, segment: int, offset: int) -> SsdRow:
@@ -65,6 +71,7 @@ class SsdRecord:
             offset,
             self.length,
             self.checksum,
+            self.salt_id,
         )
 
 

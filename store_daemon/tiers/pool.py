@@ -31,7 +31,7 @@ from emberkv_proto.shm_layout import (
     pack_state,
     slots_per_extent,
 )
-from emberkv_proto.types import BlockHash, Incarnation, NamespaceId
+from emberkv_proto.types import BlockHash, Incarnation, NamespaceId, SaltId
 from store_daemon.config import MIB, DramSection
 from store_daemon.tiers.slots import Extent, SizeClass, Slot, SlotAllocator
 
@@ -147,7 +147,12 @@ class Pool:
         return slot
 
     def commit(
-        self, slot: Slot, block_hash: BlockHash, parent: BlockHash | None, checksum: int
+        self,
+        slot: Slot,
+        block_hash: BlockHash,
+        parent: BlockHash | None,
+        checksum: int,
+        salt_id: SaltId | None = None,
     ) -> None:
         """Publish the slot: header first, the state word last."""
         slot.checksum = checksum
@@ -159,6 +164,7 @@ class Pool:
             extent.size_class.payload_bytes,
             checksum,
             extent.generation,
+            salt_id,
         )
         at = slot.header_offset
         self._view[at : at + len(header)] = header

@@ -8,6 +8,9 @@ record and cuts the file there, so the trailer is always the last page; a sealed
 A record header names its own segment and offset: bytes that were written to, copied to, or left
 over at another place do not pass for a record. All numbers are little endian; every header ends in
 a crc32 over the bytes before it.
+
+Rows of format 1, from before there were tenants, end before the salt id. They are still read: the
+size of a row in the index or a footer, and the version in a record header, tell them apart.
 """
 
 from __future__ import annotations
@@ -20,9 +23,10 @@ from dataclasses import dataclass
 
 from emberkv_proto.errors import CorruptionError
 from emberkv_proto.shm_layout import ALIGNMENT, align_up
-from emberkv_proto.types import BlockHash, NamespaceId
+from emberkv_proto.types import SALT_ID_BYTES, BlockHash, NamespaceId, SaltId
 
 FORMAT_VERSION = 1
+RECORD_VERSION = 2
 PAGE_BYTES = ALIGNMENT
 
 _SEGMENT_MAGIC = b"EMBRSEGM"
@@ -30,11 +34,13 @@ _RECORD_MAGIC = b"EMBRRECD"
 _TRAILER_MAGIC = b"EMBRTRLR"
 _SEGMENT = struct.Struct("<8sIIQ")
 _RECORD_PREFIX = struct.Struct("<8sII")
-_ROW = struct.Struct("<16s32sI32sQQQQ")
+_ROW = struct.Struct("<16s32sI32sQQQQ16s")
+_OLD_ROW_BYTES = _ROW.size - SALT_ID_BYTES
 _TRAILER = struct.Struct("<8sIIQQI")
 _CRC = struct.Struct("<I")
 _NAME = re.compile(r"seg-([0-9a-f]{16})\.ember")
 _NO_PARENT = bytes(32)
+_NO_SALT = bytes(SALT_ID_BYTES)
 
 ROW_BYTES = _ROW.size
 
@@ -61,6 +67,8 @@ class SsdRow:
     length: int
     """Payload bytes, without padding."""
     checksum: int
+    salt_id: SaltId | None = None
+    """Whose quota it counts against."""
 
     @property
     def key(self) -> RowKey:
@@ -82,14 +90,19 @@ class SsdRow:
             self.offset,
             self.length,
             self.checksum,
+            self.salt_id or _NO_SALT,
         )
 
     @staticmethod
     def unpack(raw: bytes | memoryview) -> SsdRow:
         """Raises CorruptionError if the size or a number cannot be a row's."""
+        if len(raw) == _OLD_ROW_BYTES:
+            raw = bytes(raw) + _NO_SALT
         if len(raw) != ROW_BYTES:
             raise CorruptionError(f"row has {len(raw)} bytes instead of {ROW_BYTES}")
-        namespace_id, block_hash, part, parent, segment, offset, length, checksum = _ROW.unpack(raw)
+        namespace_id, block_hash, part, parent, segment, offset, length, checksum, salt_id = (
+            _ROW.unpack(raw)
+        )
         if length == 0 or offset < PAGE_BYTES or offset % PAGE_BYTES:
             raise CorruptionError(f"row with length {length} at offset {offset} is not ours")
         return SsdRow(
@@ -101,6 +114,7 @@ class SsdRow:
             offset,
             length,
             checksum,
+            None if salt_id == _NO_SALT else SaltId(salt_id),
         )
 
 
@@ -145,7 +159,7 @@ def check_segment_header(raw: bytes | memoryview, number: int) -> None:
 
 
 def pack_record_header(row: SsdRow) -> bytes:
-    prefix = _RECORD_PREFIX.pack(_RECORD_MAGIC, FORMAT_VERSION, PAGE_BYTES)
+    prefix = _RECORD_PREFIX.pack(_RECORD_MAGIC, RECORD_VERSION, PAGE_BYTES)
     return _with_crc(prefix + row.pack())
 
 
@@ -158,10 +172,13 @@ def unpack_record_header(raw: bytes | memoryview, segment: int, offset: int) -> 
     Raises:
         CorruptionError: not a record header, damaged, or written for another place.
     """
-    body = _checked(raw, _RECORD_PREFIX.size + ROW_BYTES, "record header")
-    magic, version, page = _RECORD_PREFIX.unpack_from(body)
-    if (magic, version, page) != (_RECORD_MAGIC, FORMAT_VERSION, PAGE_BYTES):
+    if len(raw) < _RECORD_PREFIX.size:
+        raise CorruptionError(f"record header: {len(raw)} bytes are too few")
+    magic, version, page = _RECORD_PREFIX.unpack_from(raw)
+    row_bytes = {1: _OLD_ROW_BYTES, RECORD_VERSION: ROW_BYTES}.get(version)
+    if (magic, page) != (_RECORD_MAGIC, PAGE_BYTES) or row_bytes is None:
         raise CorruptionError(f"record header: magic {magic!r} version {version} is not ours")
+    body = _checked(raw, _RECORD_PREFIX.size + row_bytes, "record header")
     row = SsdRow.unpack(body[_RECORD_PREFIX.size :])
     if (row.segment, row.offset) != (segment, offset):
         raise CorruptionError(
@@ -188,22 +205,27 @@ class Trailer:
 
     rows: int
     table_crc: int
+    row_bytes: int
 
     @property
     def table_bytes(self) -> int:
         """Length of the table with its padding; it ends where the trailer begins."""
-        return align_up(self.rows * ROW_BYTES)
+        return align_up(self.rows * self.row_bytes)
 
 
 def unpack_trailer(raw: bytes | memoryview, number: int, file_bytes: int) -> Trailer:
     """Raises CorruptionError unless `raw` is a trailer of segment `number` that fits the file."""
     body = _checked(raw, _TRAILER.size, "trailer")
     magic, version, row_bytes, found, rows, crc = _TRAILER.unpack(body)
-    if (magic, version, row_bytes, found) != (_TRAILER_MAGIC, FORMAT_VERSION, ROW_BYTES, number):
+    if (magic, version, found) != (_TRAILER_MAGIC, FORMAT_VERSION, number) or row_bytes not in (
+        ROW_BYTES,
+        _OLD_ROW_BYTES,
+    ):
         raise CorruptionError(f"trailer: magic {magic!r} version {version} number {found}")
-    if PAGE_BYTES + footer_bytes(rows) > file_bytes:
+    trailer = Trailer(rows, crc, row_bytes)
+    if PAGE_BYTES + trailer.table_bytes + PAGE_BYTES > file_bytes:
         raise CorruptionError(f"trailer: {rows} rows do not fit in a file of {file_bytes} bytes")
-    return Trailer(rows, crc)
+    return trailer
 
 
 def unpack_footer_table(
@@ -214,13 +236,12 @@ def unpack_footer_table(
     Raises:
         CorruptionError: crc differs, or a row lies outside the records or in another segment.
     """
-    table = bytes(raw[: trailer.rows * ROW_BYTES])
-    if len(table) != trailer.rows * ROW_BYTES or zlib.crc32(table) != trailer.table_crc:
+    size = trailer.row_bytes
+    table = bytes(raw[: trailer.rows * size])
+    if len(table) != trailer.rows * size or zlib.crc32(table) != trailer.table_crc:
         raise CorruptionError("footer table: crc does not match the trailer's")
-    rows = [
-        SsdRow.unpack(table[start : start + ROW_BYTES]) for start in range(0, len(table), ROW_BYTES)
-    ]
-    records_end = file_bytes - footer_bytes(trailer.rows)
+    rows = [SsdRow.unpack(table[start : start + size]) for start in range(0, len(table), size)]
+    records_end = file_bytes - PAGE_BYTES - trailer.table_bytes
     for row in rows:
         if row.segment != number or row.end > records_end:
             raise CorruptionError(f"footer table: row {row} is outside of segment {number}")

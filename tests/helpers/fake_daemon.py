@@ -58,6 +58,8 @@ class FakeDaemon:
     prefetches: list[int] = field(default_factory=list)
     cancelled: list[int] = field(default_factory=list)
     acquired: list[store_pb2.AcquireRequest] = field(default_factory=list)
+    salt_ids: list[bytes] = field(default_factory=list)
+    """Of each stage."""
 
     def __enter__(self) -> FakeDaemon:
         self._pool = tempfile.TemporaryFile()
@@ -241,6 +243,7 @@ class FakeDaemon:
         )
 
     def _stage(self, request: store_pb2.StageRequest, stages: list[int]) -> store_pb2.StageResponse:
+        self.salt_ids.append(request.salt_id)
         granted: dict[bytes, int] = {}
         states, offsets = bytearray(), []
         for block_hash in _split(request.hashes):

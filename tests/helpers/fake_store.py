@@ -11,7 +11,7 @@ from typing import cast
 
 from client_sdk.sync_client import SyncClient
 from emberkv_proto.errors import CorruptionError, UnavailableError
-from emberkv_proto.types import AcquirePolicy, BlockHash, EngineInfo, Source, StageState
+from emberkv_proto.types import AcquirePolicy, BlockHash, EngineInfo, SaltId, Source, StageState
 
 
 @dataclass
@@ -32,6 +32,8 @@ class FakeStore:
     save_gate: threading.Event | None = None
     """While it is there and not set, a stage does not return."""
     announced: list[EngineInfo] = field(default_factory=list)
+    salt_ids: list[SaltId | None] = field(default_factory=list)
+    """Of each stage."""
     live_leases: int = 0
     live_stages: int = 0
 
@@ -81,7 +83,13 @@ class _Client:
         self._check()
         return _Lease(self._store, hashes)
 
-    def stage(self, hashes: Sequence[BlockHash], parent: BlockHash | None = None) -> _Stage:
+    def stage(
+        self,
+        hashes: Sequence[BlockHash],
+        parent: BlockHash | None = None,
+        salt_id: SaltId | None = None,
+    ) -> _Stage:
+        self._store.salt_ids.append(salt_id)
         if self._store.save_gate is not None:
             assert self._store.save_gate.wait(30)
         self._check()

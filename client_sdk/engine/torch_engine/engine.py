@@ -22,6 +22,7 @@ from client_sdk.engine.torch_engine.model import TinyTransformer
 from client_sdk.engine.torch_engine.scheduler import Chunk, Request, Scheduler
 from client_sdk.sync_client import SyncClient
 from emberkv_proto.errors import UnavailableError
+from emberkv_proto.hashing import salt_id
 from emberkv_proto.types import EngineInfo, Source
 
 log = logging.getLogger(__name__)
@@ -227,7 +228,8 @@ class TorchEngine:
             self.events.labels("save_queue_full").inc()
             return
         parent = request.hashes[first - 1] if first else None
-        save = self._store.save(request.hashes[first:full], blocks, parent)
+        hashes, tenant = request.hashes[first:full], salt_id(request.salt)
+        save = self._store.save(hashes, blocks, parent, tenant)
         self.scheduler.pool.touch(blocks)
         self._save_room_blocks -= len(blocks)
         self._spawn(self._finish_save(save, blocks))

@@ -18,7 +18,7 @@ from emberkv_proto.errors import (
     UnknownLeaseError,
 )
 from emberkv_proto.layout import Group, GroupKind, Namespace
-from emberkv_proto.types import BlockHash, Source, StageState
+from emberkv_proto.types import BlockHash, SaltId, Source, StageState
 from emberkv_proto.wire import HEADER, Method
 from tests.helpers.fake_daemon import FakeDaemon
 
@@ -87,6 +87,14 @@ async def test_leaving_a_stage_without_commit_aborts_it(
         await staged.commit([0])
     assert len(daemon.aborted) == 1
     assert (await client.probe(HASHES)).hit_blocks == 1
+
+
+async def test_a_stage_says_whose_quota_its_blocks_count_against(
+    daemon: FakeDaemon, client: AsyncClient
+) -> None:
+    async with await client.stage(HASHES[:1], salt_id=SaltId(b"t" * 16)):
+        pass
+    assert daemon.salt_ids == [b"t" * 16]
 
 
 async def test_cancelled_calls_leave_nothing_granted(

@@ -25,7 +25,7 @@ from emberkv_proto.errors import (
     UnknownStageError,
 )
 from emberkv_proto.layout import Group, GroupKind, Namespace
-from emberkv_proto.types import AcquirePolicy, BlockHash, Source, StageState, Tier
+from emberkv_proto.types import AcquirePolicy, BlockHash, SaltId, Source, StageState, Tier
 from emberkv_proto.v1 import store_pb2
 from emberkv_proto.wire import HEADER, Method, pack_frame
 from tests.helpers.fake_daemon import FakeDaemon
@@ -253,6 +253,14 @@ def test_leaving_a_stage_without_commit_aborts_it(daemon: FakeDaemon, client: Sy
         fail_in_the_middle()
     assert client.probe(HASHES).hit_blocks == 0  # answered after the abort, which nobody waits for
     assert len(daemon.aborted) == 1
+
+
+def test_a_stage_says_whose_quota_its_blocks_count_against(
+    daemon: FakeDaemon, client: SyncClient
+) -> None:
+    with client.stage(HASHES[:1]), client.stage(HASHES[1:2], HASHES[0], SaltId(b"t" * 16)):
+        pass
+    assert daemon.salt_ids == [b"", b"t" * 16]
 
 
 def test_commit_after_abort_is_refused(client: SyncClient) -> None:

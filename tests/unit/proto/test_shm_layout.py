@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import struct
+import zlib
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,12 +25,13 @@ from emberkv_proto.shm_layout import (
     slots_offset,
     slots_per_extent,
 )
-from emberkv_proto.types import BlockHash, NamespaceId
+from emberkv_proto.types import BlockHash, NamespaceId, SaltId
 
 POOL = PoolHeader(64 << 20, 16, 7, b"b" * 16, b"n" * 16)
 EXTENT = ExtentHeader(NamespaceId(b"i" * 16), 3, 100_000, 102_400, 40, 9)
 SLOT = SlotHeader(SlotState.STAGED, BlockHash(b"h" * 32), BlockHash(b"p" * 32), 1000, 2**64 - 1, 9)
-HEADERS = [POOL, EXTENT, SLOT]
+SALTED = dataclasses.replace(SLOT, salt_id=SaltId(b"s" * 16))
+HEADERS = [POOL, EXTENT, SLOT, SALTED]
 
 
 @pytest.mark.parametrize("header", HEADERS, ids=lambda header: type(header).__name__)
@@ -45,7 +50,8 @@ def test_slot_without_a_parent_comes_back_without_one() -> None:
 @pytest.mark.parametrize("header", HEADERS, ids=lambda header: type(header).__name__)
 def test_every_flipped_bit_outside_the_state_word_is_found(header: PoolHeader) -> None:
     raw = header.pack()
-    state_word = range(STATE_OFFSET, STATE_OFFSET + 4) if header is SLOT else range(0)
+    is_slot = header in (SLOT, SALTED)
+    state_word = range(STATE_OFFSET, STATE_OFFSET + 4) if is_slot else range(0)
     for i in range(len(raw)):
         for bit in range(8):
             flipped = bytearray(raw)
@@ -54,6 +60,20 @@ def test_every_flipped_bit_outside_the_state_word_is_found(header: PoolHeader) -
                 continue
             with pytest.raises(CorruptionError):
                 type(header).unpack(bytes(flipped))
+
+
+def test_a_slot_header_without_a_tenant_has_the_bytes_it_had_before_there_were_tenants() -> None:
+    old = struct.pack("<IIQQQII", 0x544F4C53, 0, 1000, 2**64 - 1, 9, 0, 0) + b"h" * 32 + b"p" * 32
+    crc = struct.pack("<I", zlib.crc32(old))
+    staged = old[:4] + struct.pack("<I", SlotState.STAGED) + old[8:] + crc
+    assert SLOT.pack() == staged
+    # What a tenant's block left behind it in the slot is not taken for its own.
+    assert SlotHeader.unpack(staged + b"s" * 16) == SLOT
+
+
+def test_a_salt_id_that_is_cut_short_is_refused() -> None:
+    with pytest.raises(CorruptionError, match="salt id"):
+        SlotHeader.unpack(SALTED.pack()[:-1])
 
 
 def test_state_word_alone_turns_a_staged_slot_into_a_committed_one() -> None:

@@ -256,3 +256,33 @@ async def test_who_is_over_a_lowered_quota_goes_first_when_room_is_needed(
     usage = operations.usage()[0]
     assert (usage.dram_bytes, usage.evicted_blocks) == (15 * SLOT, 5)
     assert resident(small, old) == [(True, False)] * 8 + [(False, False)] * 2
+
+
+async def test_usage_in_both_tiers_is_the_same_after_a_restart(tmp_path: Path) -> None:
+    small = SmallStore(tmp_path)
+    session = small.open(SPACE)
+    anns, bens, nobodys = chain(SPACE, 5, 1), chain(SPACE, 2, 2), chain(SPACE, 3, 3)
+    small.put(session, anns[:3], salt_id=ANN)
+    small.put(session, bens, salt_id=BEN)
+    await small.flush()
+    small.put(session, anns[3:], anns[2], salt_id=ANN)
+    small.put(session, nobodys)
+    usage = small.store.operations.usage()
+    assert [(u.dram_bytes, u.ssd_bytes) for u in usage] == [
+        (5 * SLOT, 3 * RECORD),
+        (2 * SLOT, 2 * RECORD),
+    ]
+    await small.store.operations.evict(Tier.DRAM, SPACE.id, bens)
+    small.check_integrity()
+    image = small.settings.dram.path.read_bytes()
+    await small.close()
+    small.settings.dram.path.write_bytes(image)
+
+    again = SmallStore(tmp_path)
+    again.check_integrity()
+    assert [(u.salt_id, u.dram_bytes) for u in again.store.operations.usage()] == [
+        (ANN, 5 * SLOT),
+        (BEN, 0),
+    ]
+    assert again.store.operations.usage()[1].ssd_bytes == 2 * RECORD
+    await again.close()

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import struct
+import zlib
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from emberkv_proto.errors import CorruptionError
-from emberkv_proto.types import BlockHash, NamespaceId
+from emberkv_proto.types import BlockHash, NamespaceId, SaltId
 from store_daemon.tiers import segments
 from store_daemon.tiers.segments import PAGE_BYTES, ROW_BYTES, SsdRow
 
@@ -24,6 +26,7 @@ ROWS = st.builds(
     offset=st.integers(1, 2**40).map(lambda page: page * PAGE_BYTES),
     length=st.integers(1, 2**40),
     checksum=U64,
+    salt_id=st.none() | st.binary(min_size=16, max_size=16).filter(any).map(SaltId),
 )
 
 
@@ -85,6 +88,41 @@ def footer_file(rows: list[SsdRow]) -> tuple[bytes, int]:
     """A footer, and the length of the file that ends in it."""
     footer = segments.pack_footer(7, rows)
     return footer, max((row.end for row in rows), default=PAGE_BYTES) + len(footer)
+
+
+def old_row(row: SsdRow) -> bytes:
+    """As it was packed before there were tenants."""
+    return struct.pack(
+        "<16s32sI32sQQQQ",
+        row.namespace_id,
+        row.block_hash,
+        row.part,
+        row.parent or bytes(32),
+        row.segment,
+        row.offset,
+        row.length,
+        row.checksum,
+    )
+
+
+def with_crc(body: bytes) -> bytes:
+    return body + struct.pack("<I", zlib.crc32(body))
+
+
+def test_rows_headers_and_footers_of_before_there_were_tenants_are_nobodys() -> None:
+    rows = [row(offset=PAGE_BYTES * (1 + 3 * number)) for number in range(40)]
+    assert SsdRow.unpack(old_row(rows[0])) == rows[0]
+    header = with_crc(struct.pack("<8sII", b"EMBRRECD", 1, PAGE_BYTES) + old_row(rows[1]))
+    assert segments.unpack_record_header(header.ljust(PAGE_BYTES), 7, rows[1].offset) == rows[1]
+    table = b"".join(map(old_row, rows))
+    trailer_page = with_crc(
+        struct.pack("<8sIIQQI", b"EMBRTRLR", 1, 116, 7, len(rows), zlib.crc32(table))
+    )
+    table = table.ljust(2 * PAGE_BYTES, b"\0")
+    file_bytes = rows[-1].end + len(table) + PAGE_BYTES
+    trailer = segments.unpack_trailer(trailer_page, 7, file_bytes)
+    assert trailer.table_bytes == len(table)
+    assert segments.unpack_footer_table(table, trailer, 7, file_bytes) == rows
 
 
 @pytest.mark.parametrize("count", [0, 1, 35, 36, 200])

@@ -11,7 +11,7 @@ import pytest
 
 from client_sdk.engine.torch_engine.config import EngineSection
 from client_sdk.engine.torch_engine.model import TinyTransformer
-from emberkv_proto.hashing import block_hashes
+from emberkv_proto.hashing import block_hashes, salt_id
 from emberkv_proto.types import BlockHash, Source
 from tests.helpers.fake_store import FakeStore
 from tests.helpers.torch_engines import (
@@ -244,6 +244,7 @@ def test_salts_separate_tenants_in_cache_and_store() -> None:
         again = ask(engine, [prompt], ANSWER, b"me")[0]
     assert again.cached == {Source.DRAM: 28}
     assert again.tokens == mine.tokens
+    assert set(store.salt_ids) == {salt_id(b"me"), salt_id(b"you"), salt_id(b"them")}
 
 
 def test_other_weights_and_sizes_are_other_namespaces() -> None:
