@@ -1,8 +1,9 @@
 """EmberKV's client: what an inference engine uses to keep and find KV blocks."""
 
 from client_sdk.async_client import AsyncClient, AsyncLease, AsyncStagedWrite
-from client_sdk.attached_pool import AttachedPool, gather_from_pages, scatter_into_pages
+from client_sdk.attached_pool import AttachedPool
 from client_sdk.connection import ClientCounters
+from client_sdk.paged import gather_from_pages, scatter_into_pages
 from client_sdk.patience import Patience
 from client_sdk.prefetch import AsyncPrefetch, Prefetch
 from client_sdk.status import NodeStatus, TierStatus

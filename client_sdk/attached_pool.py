@@ -1,11 +1,4 @@
-"""The mapped pool, and batched copies between an engine's paged KV tensors and slots.
-
-A slot holds one block as `[layer][k|v][token][head][dim]`, contiguous. Pages are an engine's own
-blocks: one tensor `[layers, 2, num_pages, page_tokens, heads, dim]`, or a sequence with a tensor
-`[2, num_pages, page_tokens, heads, dim]` for each layer. A slot may span several pages: with n
-views and m page ids, pages `page_ids[i * m // n : (i + 1) * m // n]` belong to view i, in order.
-Copies are of bytes, so every dtype goes; tensors of torch are used in place, on the CPU only.
-"""
+"""The daemon's pool as a client maps it."""
 
 from __future__ import annotations
 
@@ -16,25 +9,16 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from emberkv_proto.errors import InvalidRequestError, LayoutMismatchError, UnavailableError
-
-Array = Any
-"""A numpy array or a CPU tensor of torch."""
-Pages = Any
-"""One `Array` of all layers, one `Array` of a single layer, or a sequence of those."""
+from emberkv_proto.errors import InvalidRequestError, UnavailableError
 
 PREFAULT_CHUNK_BYTES = 64 << 20
 """How much is mapped by one system call, so that a deadline is kept."""
 _MADV_POPULATE_WRITE = 23
 PIN_CHUNK_BYTES = 64 << 30
 """The most that is registered with CUDA by one call."""
-_Bytes = npt.NDArray[np.uint8]
-_KV_AXIS, _PAGE_AXIS, _LAYER_NDIM = 2, 1, 5
 
 
 class AttachedPool:
@@ -139,153 +123,3 @@ class AttachedPool:
 class _PinnedChunk:
     address: int
     length: int
-
-
-def scatter_into_pages(
-    views: Sequence[memoryview], pages: Pages, page_ids: Sequence[int], layer: int | None = None
-) -> None:
-    """Copy slots into an engine's pages: all layers, or only `layer`.
-
-    Everything is checked before the first byte moves.
-
-    Raises:
-        LayoutMismatchError: shapes or sizes of slots and pages do not fit each other.
-        InvalidRequestError: a page id or layer out of range, or a page named twice.
-    """
-    if len(set(page_ids)) != len(page_ids):
-        raise InvalidRequestError("a page is named twice; each can take one slot's bytes")
-    plan = _plan(views, pages, page_ids, layer)
-    for target in plan.layers:
-        if not target.pages.flags.writeable:
-            raise InvalidRequestError("pages are read-only")
-    for move in plan.moves:
-        for target in plan.layers:
-            rows = move.slot[target.slot_layer]
-            for position, page in enumerate(move.page_ids):
-                target.pages[:, page] = rows[:, position]
-
-
-def gather_from_pages(
-    pages: Pages, page_ids: Sequence[int], views: Sequence[memoryview], layer: int | None = None
-) -> None:
-    """Copy an engine's pages into slots: all layers, or only `layer`.
-
-    Everything is checked before the first byte moves. Raises as `scatter_into_pages` does.
-    """
-    if any(view.readonly for view in views):
-        raise InvalidRequestError("a slot's view is read-only; only staged blocks can be written")
-    plan = _plan(views, pages, page_ids, layer)
-    for move in plan.moves:
-        for source in plan.layers:
-            rows = move.slot[source.slot_layer]
-            for position, page in enumerate(move.page_ids):
-                rows[:, position] = source.pages[:, page]
-
-
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    pages: _Bytes
-    """[2, num_pages, ...]"""
-    slot_layer: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Move:
-    slot: _Bytes
-    """[layers, 2, pages of this slot, ...]"""
-    page_ids: Sequence[int]
-
-
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    layers: tuple[_Layer, ...]
-    moves: tuple[_Move, ...]
-
-
-def _plan(
-    views: Sequence[memoryview], pages: Pages, page_ids: Sequence[int], layer: int | None
-) -> _Plan:
-    arrays = _layer_arrays(pages)
-    alone = not isinstance(pages, (list, tuple)) and _ndim(pages) == _LAYER_NDIM
-    first = arrays[0]
-    if any(other.shape != first.shape for other in arrays):
-        raise LayoutMismatchError("layers differ in shape; their blocks cannot share a slot")
-    if not views:
-        if len(page_ids):
-            raise LayoutMismatchError(f"{len(page_ids)} pages were named for no slots")
-        return _Plan((), ())
-    per_slot, rest = divmod(len(page_ids), len(views))
-    if rest or not per_slot:
-        raise LayoutMismatchError(f"{len(page_ids)} pages do not divide over {len(views)} slots")
-    if min(page_ids) < 0 or max(page_ids) >= first.shape[_PAGE_AXIS]:
-        raise InvalidRequestError(f"a page id is not in 0..{first.shape[_PAGE_AXIS] - 1}")
-    layer_bytes = _KV_AXIS * per_slot * int(np.prod(first.shape[2:]))
-    layers = _slot_layers(views, layer_bytes, None if alone else len(arrays))
-    if alone and layer is None and layers != 1:
-        raise InvalidRequestError("pages of a single layer need `layer` to say which one")
-    if layer is not None and not 0 <= layer < layers:
-        raise InvalidRequestError(f"layer {layer} is not in 0..{layers - 1}")
-    shape = (layers, 2, per_slot, *first.shape[2:])
-    numbers = range(layers) if layer is None else (layer,)
-    chosen = tuple(_Layer(first if alone else arrays[number], number) for number in numbers)
-    moves = tuple(
-        _Move(
-            np.frombuffer(view, np.uint8).reshape(shape),
-            page_ids[i * per_slot : (i + 1) * per_slot],
-        )
-        for i, view in enumerate(views)
-    )
-    return _Plan(chosen, moves)
-
-
-def _slot_layers(views: Sequence[memoryview], layer_bytes: int, known: int | None) -> int:
-    """How many layers a slot holds, from its size."""
-    for view in views:
-        layers, rest = divmod(view.nbytes, layer_bytes)
-        if rest or not layers or (known is not None and layers != known):
-            wanted = f"{known} layers" if known is not None else "whole layers"
-            raise LayoutMismatchError(
-                f"slot of {view.nbytes} bytes does not hold {wanted} of {layer_bytes} bytes;"
-                " dtype, heads, head_dim or tokens differ from the namespace's"
-            )
-    if len({view.nbytes for view in views}) > 1:
-        raise LayoutMismatchError("slots differ in size")
-    return views[0].nbytes // layer_bytes
-
-
-def _layer_arrays(pages: Pages) -> tuple[_Bytes, ...]:
-    if isinstance(pages, (list, tuple)):
-        arrays = tuple(_as_bytes(array) for array in pages)
-        dtypes = {str(array.dtype) for array in pages}
-        if len(dtypes) > 1:
-            raise LayoutMismatchError(f"layers differ in dtype: {', '.join(sorted(dtypes))}")
-    elif _ndim(pages) == _LAYER_NDIM + 1:
-        arrays = tuple(_as_bytes(pages))
-    else:
-        arrays = (_as_bytes(pages),)
-    if not arrays or any(a.ndim != _LAYER_NDIM or a.shape[0] != _KV_AXIS for a in arrays):
-        raise LayoutMismatchError("pages must be [2, num_pages, page_tokens, heads, dim] per layer")
-    return arrays
-
-
-def _ndim(array: Array) -> int:
-    return int(array.ndim)
-
-
-def _as_bytes(array: Array) -> _Bytes:
-    """The same memory as bytes, the last axis widened. Refuses what would need a copy."""
-    if array.ndim < 1 or array.shape[-1] == 0:
-        raise LayoutMismatchError("pages have no elements")
-    if isinstance(array, np.ndarray):
-        if array.strides[-1] != array.itemsize and array.shape[-1] != 1:
-            raise LayoutMismatchError("the last axis of the pages must be contiguous")
-        return array.view(np.uint8)
-    torch = sys.modules.get("torch")
-    if torch is None or not isinstance(array, torch.Tensor):
-        raise LayoutMismatchError(f"pages of type {type(array).__name__} are not supported")
-    if array.device.type != "cpu":
-        raise LayoutMismatchError(f"pages are on {array.device}; copy them to the CPU first")
-    if array.stride(-1) != 1:
-        raise LayoutMismatchError("the last axis of the pages must be contiguous")
-    widened: _Bytes = array.detach().view(torch.uint8).numpy()
-    return widened

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from prometheus_client import Counter
 
-from client_sdk.attached_pool import gather_from_pages, scatter_into_pages
+from client_sdk.paged import gather_from_pages, scatter_into_pages
 from client_sdk.sync_client import Lease, SyncClient
 from emberkv_proto.errors import CorruptionError, EmberError
 from emberkv_proto.types import AcquirePolicy, BlockHash, SaltId, Source, StageState
