@@ -26,6 +26,8 @@ class Serving:
 
     socket_path: Path
     pid: int
+    directory: Path
+    """Its own, on the drive of temporary files (TMPDIR); gone when it ends."""
 
     def cpu_seconds(self) -> float:
         """CPU time of all its threads; nanoseconds, where /proc counts hundredths of a second."""
@@ -33,8 +35,8 @@ class Serving:
 
 
 @contextmanager
-def running_daemon(dram_bytes: int, extent_bytes: int) -> Iterator[Serving]:
-    """Give a serving daemon without SSD; end it and its files afterwards."""
+def running_daemon(dram_bytes: int, extent_bytes: int, *, ssd_bytes: int = 0) -> Iterator[Serving]:
+    """Give a serving daemon, without SSD unless asked; end it and its files afterwards."""
     pool = Path("/dev/shm") / f"emberkv-bench-{os.getpid()}"  # noqa: S108
     with tempfile.TemporaryDirectory(prefix="emberkv-bench-") as name:
         directory = Path(name)
@@ -48,12 +50,14 @@ def running_daemon(dram_bytes: int, extent_bytes: int) -> Iterator[Serving]:
             "dram.path": pool,
             "dram.capacity_bytes": dram_bytes,
             "dram.extent_bytes": extent_bytes,
+            "ssd.path": directory / "ssd",
+            "ssd.capacity_bytes": ssd_bytes,
         }
         arguments = [word for key, value in values.items() for word in ("--set", f"{key}={value}")]
         process = subprocess.Popen([sys.executable, "-m", "store_daemon", *arguments])
         try:
             _wait_until_serving(process, socket_path)
-            yield Serving(socket_path, process.pid)
+            yield Serving(socket_path, process.pid, directory)
         finally:
             process.terminate()
             process.wait(START_SECONDS)

@@ -1,0 +1,123 @@
+"""Figures of contiguous blocks: put and get beside plain memcpy and beside peers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from benchmarks._figure import MIB, Figure, Options, median_values, size_name
+from benchmarks._store_client import BATCH
+from benchmarks._workers import Worker, at_once, gigabytes_per_second
+
+SIZES = (64 * 1024, 256 * 1024, MIB, 4 * MIB)
+JUDGED_FROM = 256 * 1024
+SUMMED_BYTES = MIB
+AT_LEAST = 0.95
+ROUND_BYTES = 128 * MIB
+"""What one round of one client moves, so that it takes some tens of milliseconds."""
+KEPT_CHAINS = 2
+"""Chains that are got in turn. With what is staged they must fit in the pool."""
+MEMCPY = "the same copies in plain memory like the pool's, in as many processes at once"
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """A store, and the processes that are its clients."""
+
+    name: str
+    clients: Sequence[Worker]
+
+    def rate(self, verb: str, batches: int) -> float:
+        return gigabytes_per_second(at_once(self.clients, verb, batches=batches))
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What one client does with blocks of a size."""
+
+    block_bytes: int
+
+    @property
+    def batches(self) -> int:
+        """Batches of one round."""
+        return max(1, ROUND_BYTES // (BATCH * self.block_bytes))
+
+
+def copies(
+    ours: Contender,
+    peers: Sequence[Contender],
+    region_bytes: int,
+    options: Options,
+    sizes: Sequence[int] = SIZES,
+) -> Iterator[Figure]:
+    """Every size. `region_bytes`: plain memory that each client compares with."""
+    repeats = options.repeats(11, 5)
+    for block_bytes in sizes:
+        shape = Shape(block_bytes)
+        for contender in (ours, *peers):
+            at_once(
+                contender.clients,
+                "prepare",
+                block_bytes=block_bytes,
+                kept_chains=KEPT_CHAINS,
+                region_bytes=region_bytes if contender is ours else 0,
+            )
+            contender.rate("put", shape.batches)
+        yield from _operation("put", "copy_in", ours, peers, shape, repeats)
+        if block_bytes == SUMMED_BYTES:
+            yield _with_checksums(ours, shape, repeats)
+        for contender in (ours, *peers):
+            at_once(contender.clients, "keep")
+            contender.rate("get", shape.batches)
+            at_once(contender.clients, "check")
+        yield from _operation("get", "copy_out", ours, peers, shape, repeats)
+        for contender in (ours, *peers):
+            at_once(contender.clients, "check")
+            at_once(contender.clients, "close")
+
+
+def _operation(
+    verb: str,
+    bare_verb: str,
+    ours: Contender,
+    peers: Sequence[Contender],
+    shape: Shape,
+    repeats: int,
+) -> Iterator[Figure]:
+    def run(contender: Contender, said: str) -> Callable[[], float]:
+        return lambda: contender.rate(said, shape.batches)
+
+    runs = [run(ours, verb), run(ours, bare_verb), *(run(peer, verb) for peer in peers)]
+    own, bare, *others = median_values(runs, repeats)
+    name = _name(verb, ours, shape)
+    is_judged = shape.block_bytes >= JUDGED_FROM
+    yield Figure(
+        name,
+        own,
+        "GB/s, checksums brought along",
+        MEMCPY,
+        bare,
+        repeats,
+        at_least=AT_LEAST if is_judged else None,
+    )
+    for peer, rate in zip(peers, others, strict=True):
+        yield Figure(
+            f"{name}_beside_{peer.name}", own, "GB/s", peer.name, rate, repeats, at_least=1.0
+        )
+
+
+def _with_checksums(ours: Contender, shape: Shape, repeats: int) -> Figure:
+    """What a put costs that leaves the checksums to the SDK. No target: BLAKE3 sets the pace."""
+    own, bare = median_values(
+        [
+            lambda: ours.rate("put_and_sum", shape.batches),
+            lambda: ours.rate("copy_in", shape.batches),
+        ],
+        max(3, repeats // 2),
+    )
+    name = _name("put_and_sum", ours, shape)
+    return Figure(name, own, "GB/s, checksums computed", MEMCPY, bare, max(3, repeats // 2))
+
+
+def _name(verb: str, contender: Contender, shape: Shape) -> str:
+    return f"{verb}_{BATCH}x{size_name(shape.block_bytes)}_{len(contender.clients)}_clients"
