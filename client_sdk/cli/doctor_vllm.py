@@ -1,0 +1,105 @@
+"""Checks of a vLLM command line: would this engine keep its cache, and answer rightly?"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from client_sdk.cli.doctor import Finding, Verdict
+from client_sdk.engine.vllm_connector.settings import ConnectorSettings
+from client_sdk.sync_client import OperatorClient
+from emberkv_proto.errors import ConfigError, EmberError
+
+NAME = "EmberConnector"
+MODULE = "client_sdk.engine.vllm_connector"
+EXAMPLE = json.dumps(
+    {
+        "kv_connector": NAME,
+        "kv_connector_module_path": MODULE,
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+    }
+)
+UNCACHED = (
+    "pipeline-parallel-size",
+    "decode-context-parallel-size",
+    "prefill-context-parallel-size",
+)
+
+
+def examine_vllm(command: Sequence[str]) -> list[Finding]:
+    """Findings about `vllm serve ...`, or its arguments alone."""
+    flags = _flags(command)
+    text = flags.get("kv-transfer-config")
+    if text is None:
+        fix = f"add --kv-transfer-config '{EXAMPLE}'"
+        return [Finding("kv-transfer-config", Verdict.FAIL, "not given", fix)]
+    try:
+        config = json.loads(text)
+        if not isinstance(config, dict):
+            raise ValueError("not an object")  # noqa: TRY004 - one way to say it is not usable
+    except ValueError as error:
+        fix = f"quote it for the shell: '{EXAMPLE}'"
+        return [Finding("kv-transfer-config", Verdict.FAIL, str(error), fix)]
+    return [*_check_transfer(config), *_check_split(flags)]
+
+
+def _flags(command: Sequence[str]) -> dict[str, str]:
+    """`--name value` and `--name=value`; a name alone has an empty value."""
+    flags: dict[str, str] = {}
+    for number, word in enumerate(command):
+        if not word.startswith("--"):
+            continue
+        name, equals, value = word[2:].partition("=")
+        if not equals and number + 1 < len(command) and not command[number + 1].startswith("--"):
+            value = command[number + 1]
+        flags[name.replace("_", "-")] = value
+    return flags
+
+
+def _check_transfer(config: dict[str, Any]) -> Iterator[Finding]:
+    for key, wanted, why in (
+        ("kv_connector", NAME, "vLLM would load another connector"),
+        ("kv_connector_module_path", MODULE, "vLLM would not find the connector"),
+        ("kv_role", "kv_both", "an engine both saves and loads"),
+        (
+            "kv_load_failure_policy",
+            "recompute",
+            "vLLM's default ends a request whose load fails with an error",
+        ),
+    ):
+        seen = config.get(key)
+        if seen == wanted:
+            yield Finding(key, Verdict.OK, wanted)
+        else:
+            yield Finding(key, Verdict.FAIL, f"{seen}: {why}", f'set "{key}": "{wanted}"')
+    extra = config.get("kv_connector_extra_config") or {}
+    try:
+        settings = ConnectorSettings.of(extra)
+    except ConfigError as error:
+        yield Finding("extra config", Verdict.FAIL, str(error), "correct the key")
+        return
+    yield _check_daemon(Path(settings.socket_path))
+    if settings.engine_url:
+        yield Finding("engine_url", Verdict.OK, settings.engine_url)
+    else:
+        fix = 'set "engine_url" in kv_connector_extra_config to where routers reach this engine'
+        yield Finding("engine_url", Verdict.WARN, "empty: routers do not learn of it", fix)
+
+
+def _check_daemon(path: Path) -> Finding:
+    try:
+        with OperatorClient(path, timeout_seconds=2.0) as operator:
+            status = operator.status()
+    except EmberError as error:
+        return Finding("store daemon", Verdict.WARN, str(error), "the engine starts without it")
+    return Finding("store daemon", Verdict.OK, f"{status.node_id} at {path}: {status.state}")
+
+
+def _check_split(flags: dict[str, str]) -> Iterator[Finding]:
+    for name in UNCACHED:
+        if flags.get(name, "1") != "1":
+            seen = f"{flags[name]}: such an engine runs without the store"
+            yield Finding(name, Verdict.WARN, seen, "use tensor parallelism alone")

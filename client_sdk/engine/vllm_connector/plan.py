@@ -1,0 +1,65 @@
+"""What the scheduler's half tells the worker's half in each step, and what comes back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+from emberkv_proto.types import BlockHash
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """Fill `pages` of the engine from consecutive blocks, beginning `skip_pages` into the first."""
+
+    request_id: str
+    hashes: tuple[BlockHash, ...]
+    skip_pages: int
+    pages: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SavePlan:
+    """Keep full blocks: `pages` are theirs, block by block."""
+
+    request_id: str
+    hashes: tuple[BlockHash, ...]
+    parent: BlockHash | None
+    pages: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class StepPlan(KVConnectorMetadata):  # type: ignore[misc]
+    """One engine step."""
+
+    loads: list[LoadPlan] = field(default_factory=list)
+    saves: list[SavePlan] = field(default_factory=list)
+    preempted: set[str] = field(default_factory=set)
+    """Their pages are about to be overwritten."""
+    finished: set[str] = field(default_factory=set)
+    """Requests whose pages are kept until their saves are over."""
+
+
+@dataclass(slots=True)
+class StepReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """What ended in this step."""
+
+    saves_ended: dict[str, int] = field(default_factory=dict)
+    """By request, well or not."""
+    failed_loads: set[str] = field(default_factory=set)
+    """Requests whose load did not fill every page."""
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.saves_ended and not self.failed_loads
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> StepReport:
+        assert isinstance(other, StepReport)
+        for request_id, ended in other.saves_ended.items():
+            self.saves_ended[request_id] = self.saves_ended.get(request_id, 0) + ended
+        self.failed_loads |= other.failed_loads
+        return self

@@ -1,0 +1,77 @@
+"""Runs in vLLM's environment: an engine in this process, told what to do line by line.
+
+The first line of standard input is the engine's options, each further one a request; each gets
+one line `ANSWER <json>` on standard output.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from vllm import LLM, SamplingParams
+from vllm.config import KVTransferConfig
+from vllm.lora.request import LoRARequest
+
+
+def prompt(row: dict[str, Any]) -> dict[str, Any]:
+    made: dict[str, Any] = {"prompt_token_ids": row["tokens"]}
+    if row.get("salt"):
+        made["cache_salt"] = row["salt"]
+    return made
+
+
+def generate(llm: LLM, job: dict[str, Any]) -> list[dict[str, Any]]:
+    rows = job["prompts"]
+    adapters = [
+        LoRARequest(row["lora"]["name"], row["lora"]["id"], row["lora"]["path"])
+        if row.get("lora")
+        else None
+        for row in rows
+    ]
+    outputs = llm.generate(
+        [prompt(row) for row in rows],
+        SamplingParams(temperature=0, max_tokens=job.get("max_tokens", 16), ignore_eos=True),
+        lora_request=adapters if any(adapters) else None,
+        use_tqdm=False,
+    )
+    return [
+        {
+            "tokens": list(output.outputs[0].token_ids),
+            "finish": output.outputs[0].finish_reason,
+            "cached": output.num_cached_tokens,
+        }
+        for output in outputs
+    ]
+
+
+def counters(llm: LLM) -> dict[str, float]:
+    """The connector's own metrics, and the engine's count of preemptions."""
+    wanted = ("vllm:emberkv_", "vllm:num_preemptions")
+    return {
+        metric.name: metric.value for metric in llm.get_metrics() if metric.name.startswith(wanted)
+    }
+
+
+def main() -> None:
+    options = json.loads(sys.stdin.readline())
+    transfer = options.pop("kv_transfer_config", None)
+    if transfer is not None:
+        options["kv_transfer_config"] = KVTransferConfig(**transfer)
+    llm = LLM(**options)
+    print("ANSWER " + json.dumps("ready"), flush=True)
+    for line in sys.stdin:
+        job = json.loads(line)
+        answer: object
+        if job["do"] == "generate":
+            answer = generate(llm, job)
+        elif job["do"] == "forget":
+            answer = llm.reset_prefix_cache()
+        else:
+            answer = counters(llm)
+        print("ANSWER " + json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()

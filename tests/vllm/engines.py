@@ -1,0 +1,257 @@
+"""Real vLLM engines in processes of their own: one told line by line, one behind HTTP."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import socket
+import subprocess
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+HERE = Path(__file__).parent
+START_SECONDS = 240.0
+ANSWER_SECONDS = 120.0
+STOP_SECONDS = 20.0
+PAGE_TOKENS = 32
+CACHE_BYTES = 64 << 20
+
+
+def python() -> Path:
+    """The interpreter of the environment that vLLM is in; `make test-vllm` makes it."""
+    return Path(os.environ.get("EMBERKV_VLLM_PYTHON", ROOT / ".venvs/vllm/bin/python"))
+
+
+def environment() -> dict[str, str]:
+    """Offline, one thread (its number changes the last bits), this checkout importable."""
+    kept = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+    return {
+        **kept,
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'proto'}",
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def transfer_config(socket_path: Path, **extra: Any) -> dict[str, Any]:
+    return {
+        "kv_connector": "EmberConnector",
+        "kv_connector_module_path": "client_sdk.engine.vllm_connector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"socket_path": str(socket_path), **extra},
+    }
+
+
+class _Process:
+    """A process group with its log, ended by `kill` or at the end of its `with` block."""
+
+    log: Path
+    process: subprocess.Popen[str]
+
+    def said(self) -> str:
+        return self.log.read_text(errors="replace")[-6000:]
+
+    def kill(self) -> None:
+        """kill -9 of the whole group: the engine core and workers are children."""
+        if self.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(STOP_SECONDS)
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+
+class Engine(_Process):
+    """An engine in one process. `with Engine(...) as engine:` serves inside the block."""
+
+    def __init__(self, directory: Path, model: Path, **options: Any) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self.log = directory / "engine.log"
+        self._options = {
+            "model": str(model),
+            "enforce_eager": True,
+            "dtype": "float32",
+            "block_size": PAGE_TOKENS,
+            "kv_cache_memory_bytes": CACHE_BYTES,
+            "max_model_len": 4096,
+            "disable_log_stats": False,
+            **options,
+        }
+        self._answers: queue.Queue[str | None] = queue.Queue()
+
+    def __enter__(self) -> Engine:
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [python(), HERE / "engine_driver.py"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                start_new_session=True,
+                env={**environment(), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+            )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        try:
+            self._ask(self._options, START_SECONDS)
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self._reader.join(STOP_SECONDS)
+        self.kill()
+
+    def generate(
+        self, prompts: Sequence[dict[str, Any]], max_tokens: int = 16
+    ) -> list[dict[str, Any]]:
+        """Complete all prompts at once: rows of `tokens`, with `salt` and `lora` at will."""
+        job = {"do": "generate", "prompts": list(prompts), "max_tokens": max_tokens}
+        answer: list[dict[str, Any]] = self._ask(job, ANSWER_SECONDS)
+        return answer
+
+    def forget(self) -> None:
+        """Empty the engine's own prefix cache; waits until no page is held any more."""
+        deadline = time.monotonic() + ANSWER_SECONDS
+        while not self._ask({"do": "forget"}, ANSWER_SECONDS):
+            assert time.monotonic() < deadline, f"pages stay held:\n{self.said()}"
+            self.generate([{"tokens": [1, 2, 3]}], 1)  # a step, in which ended saves are reported
+
+    def counters(self) -> dict[str, float]:
+        answer: dict[str, float] = self._ask({"do": "counters"}, ANSWER_SECONDS)
+        return {name.removeprefix("vllm:emberkv_"): value for name, value in answer.items()}
+
+    def _ask(self, job: dict[str, Any], seconds: float) -> Any:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(job) + "\n")
+        self.process.stdin.flush()
+        try:
+            answer = self._answers.get(timeout=seconds)
+        except queue.Empty:
+            raise AssertionError(f"no answer within {seconds} s:\n{self.said()}") from None
+        assert answer is not None, f"the engine has ended:\n{self.said()}"
+        return json.loads(answer)
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        with self.log.open("a") as log:
+            for line in self.process.stdout:
+                if line.startswith("ANSWER "):
+                    self._answers.put(line.removeprefix("ANSWER "))
+                else:
+                    log.write(line)
+        self._answers.put(None)
+
+
+class Server(_Process):
+    """vLLM's OpenAI server. `with Server(...) as server:` answers on `server.url`."""
+
+    def __init__(self, directory: Path, model: Path, *options: str) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self.log = directory / "server.log"
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._command = [
+            str(python()),
+            "-m",
+            "vllm.entrypoints.openai.api_server",
+            f"--model={model}",
+            "--served-model-name=tiny",
+            "--host=127.0.0.1",
+            f"--port={self.port}",
+            "--enforce-eager",
+            "--dtype=float32",
+            f"--block-size={PAGE_TOKENS}",
+            f"--kv-cache-memory-bytes={CACHE_BYTES}",
+            "--max-model-len=4096",
+            "--enable-prompt-tokens-details",
+            *options,
+        ]
+
+    def __enter__(self) -> Server:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.kill()
+
+    def start(self) -> None:
+        """Start and wait until it answers; also after `kill`."""
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                self._command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                text=True,
+                start_new_session=True,
+                env=environment(),
+            )
+        deadline = time.monotonic() + START_SECONDS
+        while True:
+            try:
+                self.get("/health")
+                return
+            except (urllib.error.URLError, ConnectionError, TimeoutError):
+                if self.process.poll() is not None or time.monotonic() > deadline:
+                    self.kill()
+                    raise AssertionError(f"vLLM does not serve:\n{self.said()}") from None
+            time.sleep(0.2)
+
+    def get(self, path: str) -> str:
+        with urllib.request.urlopen(self.url + path, timeout=ANSWER_SECONDS) as answer:  # noqa: S310
+            text: str = answer.read().decode()
+        return text
+
+    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        request = urllib.request.Request(  # noqa: S310
+            self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=ANSWER_SECONDS) as answer:  # noqa: S310
+            loaded: dict[str, Any] = json.loads(answer.read())
+        return loaded
+
+    def first_token_seconds(self, tokens: Sequence[int]) -> float:
+        """Time until the first chunk of a streamed completion."""
+        body = {"model": "tiny", "prompt": list(tokens), "max_tokens": 2, "stream": True}
+        request = urllib.request.Request(  # noqa: S310
+            self.url + "/v1/completions",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        began = time.perf_counter()
+        with urllib.request.urlopen(request, timeout=ANSWER_SECONDS) as answer:  # noqa: S310
+            answer.readline()
+            seconds = time.perf_counter() - began
+            answer.read()
+        return seconds

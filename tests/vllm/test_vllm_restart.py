@@ -1,0 +1,45 @@
+"""The promise to a vLLM user: the server dies, its cache does not."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.daemon_process import MIB, DaemonProcess
+from tests.vllm.engines import PAGE_TOKENS, Server, transfer_config
+
+pytestmark = pytest.mark.timeout(900)
+PROMPT_TOKENS = 2000
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_server_killed_and_started_again_finds_all_full_blocks(
+    model: Path, tmp_path: Path, ranks: int
+) -> None:
+    rng = random.Random(11)
+    asked = [[rng.randrange(250) for _ in range(PROMPT_TOKENS)] for _ in range(3)]
+    split = [f"--tensor-parallel-size={ranks}", "--distributed-executor-backend=mp"]
+    with Server(tmp_path / "plain", model, "--no-enable-prefix-caching", *split) as server:
+        right = [_complete(server, tokens)[0] for tokens in asked]
+    with DaemonProcess(tmp_path / "daemon", capacity_bytes=192 * MIB) as daemon:
+        transfer = f"--kv-transfer-config={json.dumps(transfer_config(daemon.socket_path))}"
+        with Server(tmp_path / "server", model, transfer, *split) as server:
+            assert [_complete(server, tokens) for tokens in asked] == [(t, 0) for t in right]
+            server.kill()
+            server.start()
+            full = (PROMPT_TOKENS - 1) // PAGE_TOKENS * PAGE_TOKENS
+            assert [_complete(server, tokens) for tokens in asked] == [(t, full) for t in right]
+            metrics = server.get("/metrics")
+    loaded = [line for line in metrics.splitlines() if "emberkv_loaded_blocks_total{" in line]
+    assert float(loaded[0].split()[-1]) == ranks * 3 * full // PAGE_TOKENS
+
+
+def _complete(server: Server, tokens: list[int]) -> tuple[str, int]:
+    """The text, and how many tokens came from a cache."""
+    body = {"model": "tiny", "prompt": tokens, "max_tokens": 16, "temperature": 0}
+    answer = server.post("/v1/completions", body)
+    details = answer["usage"]["prompt_tokens_details"] or {}
+    return answer["choices"][0]["text"], details.get("cached_tokens") or 0
