@@ -11,6 +11,7 @@ import pytest
 
 from client_sdk.cli import doctor
 from client_sdk.cli.doctor import EXTRAS, Verdict
+from client_sdk.cli.doctor_vllm import EXAMPLE, examine_vllm
 from client_sdk.cli.main import run_with
 from client_sdk.faults import POINTS
 
@@ -135,3 +136,26 @@ def test_doctor_faults_lists_every_point_with_its_actions_and_sentence(
         assert name in shown
         assert point.sentence in shown
         assert listed[name]["actions"] == sorted(action.value for action in point.actions)
+
+
+def test_a_vllm_command_is_checked_flag_by_flag(tmp_path: Path) -> None:
+    def verdicts(*command: str) -> dict[str, Verdict]:
+        return {finding.check: finding.verdict for finding in examine_vllm(command)}
+
+    good = json.loads(EXAMPLE)
+    good["kv_connector_extra_config"] = {"socket_path": str(tmp_path / "none.sock")}
+    found = verdicts("vllm", "serve", "m", "--kv-transfer-config", json.dumps(good))
+    assert found.pop("store daemon") is Verdict.WARN
+    assert found.pop("engine_url") is Verdict.WARN
+    assert set(found.values()) == {Verdict.OK}
+
+    assert verdicts("serve", "m") == {"kv-transfer-config": Verdict.FAIL}
+    assert verdicts("--kv-transfer-config={") == {"kv-transfer-config": Verdict.FAIL}
+    assert verdicts("--kv_transfer_config=[]") == {"kv-transfer-config": Verdict.FAIL}
+    for key in ("kv_connector", "kv_load_failure_policy", "kv_role"):
+        bad = json.dumps({**good, key: "other"})
+        assert verdicts(f"--kv-transfer-config={bad}")[key] is Verdict.FAIL
+    typo = json.dumps({**good, "kv_connector_extra_config": {"socket": "x"}})
+    assert verdicts(f"--kv-transfer-config={typo}")["extra config"] is Verdict.FAIL
+    split = verdicts("--kv-transfer-config", json.dumps(good), "--pipeline-parallel-size=2")
+    assert split["pipeline-parallel-size"] is Verdict.WARN
