@@ -10,11 +10,10 @@ import json
 import subprocess
 import tempfile
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks._figure import Figure
 from benchmarks._traces import Trace
 
 REQUIREMENT = "kvcache-simulator==0.1.3"
@@ -67,8 +66,18 @@ def peer_hit_rates(
                 row = {"hash_ids": request.chain, "input_length": tokens}
                 lines.write(json.dumps({**row, "block_size": BLOCK_TOKENS}) + "\n")
         options = ["--budgets-gib", budgets, "--backend", "python", "--jobs", "1"]
+        options += ["--no-progress", "--format", "json"]
         done = subprocess.run(
-            [executable, "run", "--trace", path, *MODEL, *options, "--no-progress", "--format=json"],
+            [
+                executable,
+                "run",
+                "--trace",
+                path,
+                *MODEL,
+                *options,
+                "--no-progress",
+                "--format=json",
+            ],
             capture_output=True,
             text=True,
             timeout=TIMEOUT_SECONDS,

@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 import random
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.vllm.engines import HERE, environment, python
-
-MODEL_SECONDS = 120.0
+from benchmarks._vllm import make_model
 
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with the tiny model; adapter_a and adapter_b lie beside it."""
     directory = tmp_path_factory.mktemp("checkpoint") / "model"
-    subprocess.run(
-        [python(), HERE / "make_model.py", directory],
-        check=True,
-        timeout=MODEL_SECONDS,
-        env=environment(),
-        capture_output=True,
-    )
+    make_model(directory)
     return directory
 
 

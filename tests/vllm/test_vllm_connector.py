@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from benchmarks._vllm import PAGE_TOKENS, Engine, transfer_config
 from client_sdk import SyncClient
 from emberkv_proto.hashing import block_hashes
 from emberkv_proto.layout import Namespace
 from tests.helpers.daemon_process import MIB, DaemonProcess
-from tests.vllm.engines import PAGE_TOKENS, Engine, transfer_config
 
 pytestmark = pytest.mark.timeout(600)
 Prompts = Callable[..., list[dict[str, Any]]]

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks._vllm import PAGE_TOKENS, Server, transfer_config
 from tests.helpers.daemon_process import MIB, DaemonProcess
-from tests.vllm.engines import PAGE_TOKENS, Server, transfer_config
 
 pytestmark = pytest.mark.timeout(900)
 PROMPT_TOKENS = 2000

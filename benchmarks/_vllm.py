@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 HERE = Path(__file__).parent
 START_SECONDS = 240.0
 ANSWER_SECONDS = 120.0
@@ -54,6 +54,17 @@ def transfer_config(socket_path: Path, **extra: Any) -> dict[str, Any]:
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"socket_path": str(socket_path), **extra},
     }
+
+
+def make_model(directory: Path) -> None:
+    """Write the tiny model to `directory`, and adapter_a and adapter_b beside it."""
+    subprocess.run(
+        [python(), HERE / "_vllm_model.py", directory],
+        check=True,
+        timeout=START_SECONDS,
+        env=environment(),
+        capture_output=True,
+    )
 
 
 class _Process:
@@ -97,7 +108,7 @@ class Engine(_Process):
     def __enter__(self) -> Engine:
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                [python(), HERE / "engine_driver.py"],
+                [python(), HERE / "_vllm_driver.py"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
