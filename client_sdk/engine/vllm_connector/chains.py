@@ -10,7 +10,7 @@ import numpy as np
 
 from client_sdk.engine.vllm_connector.identity import directory_id
 from emberkv_proto.errors import EmberError
-from emberkv_proto.hashing import ExtraKey, block_hashes, lora_key, multimodal_key
+from emberkv_proto.hashing import ExtraKey, block_hashes, lora_key, multimodal_key, salt_id
 from emberkv_proto.types import BlockHash, NamespaceId
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ class RequestChain:
         self._namespace_id = namespace_id
         self._block_tokens = block_tokens
         self._salt = (request.cache_salt or "").encode()
+        self.salt_id = salt_id(self._salt)
         self._adapter = _adapter_keys(request.lora_request)
         self._media = [
             (str(m.identifier).encode(), int(m.mm_position.offset), int(m.mm_position.length))

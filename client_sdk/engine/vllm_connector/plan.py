@@ -9,7 +9,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from emberkv_proto.types import BlockHash
+from emberkv_proto.types import BlockHash, SaltId
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,8 @@ class SavePlan:
     hashes: tuple[BlockHash, ...]
     parent: BlockHash | None
     pages: tuple[int, ...]
+    salt_id: SaltId | None
+    """Whose quota the blocks count against."""
 
 
 @dataclass(slots=True)

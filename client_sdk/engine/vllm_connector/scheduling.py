@@ -226,7 +226,13 @@ class SchedulerHalf:
         pages = known.pages[first * shape.pages_per_block : full * shape.pages_per_block]
         parent = hashes[first - 1] if first else None
         plan.saves.append(
-            SavePlan(request.request_id, tuple(hashes[first:full]), parent, tuple(pages))
+            SavePlan(
+                request.request_id,
+                tuple(hashes[first:full]),
+                parent,
+                tuple(pages),
+                known.chain.salt_id,
+            )
         )
         known.saves_begun += 1
         known.saved_blocks = full

@@ -263,7 +263,7 @@ class WorkerHalf:
 
     def _keep(self, save: _Save) -> None:
         plan, size = save.plan, self._pages_per_block
-        with self._saver.stage(plan.hashes, parent=plan.parent) as staged:
+        with self._saver.stage(plan.hashes, parent=plan.parent, salt_id=plan.salt_id) as staged:
             granted = staged.granted
             save.fence.wait()
             for block in granted:
