@@ -180,9 +180,12 @@ class Engine(_Process):
 class Server(_Process):
     """vLLM's OpenAI server. `with Server(...) as server:` answers on `server.url`."""
 
-    def __init__(self, directory: Path, model: Path, *options: str) -> None:
+    def __init__(self, directory: Path, model: Path, *options: str, ranks: int = 1) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.log = directory / "server.log"
+        # One core each; vLLM's own choice wants a NUMA node for each rank.
+        cores = "|".join(str(rank) for rank in range(ranks))
+        self._binding = {"VLLM_CPU_OMP_THREADS_BIND": cores} if ranks > 1 else {}
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
@@ -201,6 +204,8 @@ class Server(_Process):
             f"--kv-cache-memory-bytes={CACHE_BYTES}",
             "--max-model-len=4096",
             "--enable-prompt-tokens-details",
+            f"--tensor-parallel-size={ranks}",
+            "--distributed-executor-backend=mp",
             *options,
         ]
 
@@ -226,7 +231,7 @@ class Server(_Process):
                 stdin=subprocess.DEVNULL,
                 text=True,
                 start_new_session=True,
-                env=environment(),
+                env={**environment(), **self._binding},
             )
         deadline = time.monotonic() + START_SECONDS
         while True:

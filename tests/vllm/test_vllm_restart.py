@@ -21,12 +21,12 @@ def test_a_server_killed_and_started_again_finds_all_full_blocks(
 ) -> None:
     rng = random.Random(11)
     asked = [[rng.randrange(250) for _ in range(PROMPT_TOKENS)] for _ in range(3)]
-    split = [f"--tensor-parallel-size={ranks}", "--distributed-executor-backend=mp"]
-    with Server(tmp_path / "plain", model, "--no-enable-prefix-caching", *split) as server:
+    plain = "--no-enable-prefix-caching"
+    with Server(tmp_path / "plain", model, plain, ranks=ranks) as server:
         right = [_complete(server, tokens)[0] for tokens in asked]
     with DaemonProcess(tmp_path / "daemon", capacity_bytes=192 * MIB) as daemon:
         transfer = f"--kv-transfer-config={json.dumps(transfer_config(daemon.socket_path))}"
-        with Server(tmp_path / "server", model, transfer, *split) as server:
+        with Server(tmp_path / "server", model, transfer, ranks=ranks) as server:
             assert [_complete(server, tokens) for tokens in asked] == [(t, 0) for t in right]
             server.kill()
             server.start()
