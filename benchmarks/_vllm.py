@@ -78,9 +78,8 @@ class _Process:
 
     def kill(self) -> None:
         """kill -9 of the whole group: the engine core and workers are children."""
-        if self.process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait(STOP_SECONDS)
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
@@ -131,7 +130,7 @@ class Engine(_Process):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self.process.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self._reader.join(STOP_SECONDS)
         self.kill()
@@ -219,6 +218,11 @@ class Server(_Process):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        # Asked to end it takes its shared memory along; killed it would leave it behind.
+        if self.process.poll() is None:
+            self.process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(STOP_SECONDS)
         self.kill()
 
     def start(self) -> None:
