@@ -272,6 +272,14 @@ class BlockCatalog:
         self._unlink_if_empty(block)
         return freed
 
+    def move_row(self, old: SsdRow, new: SsdRow) -> bool:
+        """The same bytes stand elsewhere now. False if the block is gone or has another row."""
+        block = self.blocks.get(old.block_hash)
+        if block is None or old.part >= len(block.rows) or block.rows[old.part] != old:
+            return False
+        block.rows[old.part] = new
+        return True
+
     def drop_ssd(self, block: Block) -> Freed:
         """The block leaves SSD."""
         freed = Freed(rows=self._leave_ssd(block))

@@ -109,11 +109,24 @@ class DramSection(Section):
         return self
 
 
+class SsdDriveSection(Section):
+    """One of several SSD directories, with a capacity of its own."""
+
+    path: Path
+    capacity_bytes: Bytes
+
+
 class SsdSection(Section):
     path: Path = Path("/var/lib/emberkv/ssd")
     """Directory of the segment files."""
+    paths: tuple[Path | SsdDriveSection, ...] = ()
+    """Several directories, one per drive, instead of `path`; segments go where most is free."""
     capacity_bytes: Annotated[int, Field(ge=0)] = 0
-    """Bytes the segments may take; 0 turns the tier off."""
+    """Bytes the segments may take, on each drive that names no own number; 0 turns the tier off."""
+    write_bytes_per_second: Annotated[int, Field(ge=0)] = 0
+    """Most bytes that are written on average, to all drives; the queue waits. 0 is no limit."""
+    scrub_bytes_per_second: Annotated[int, Field(ge=0)] = 4 * MIB
+    """Rate of the background check of what is stored; 0 turns it off."""
     segment_bytes: Annotated[int, Field(ge=64 * 1024)] = 256 * MIB
     tenant_quota_bytes: Limit = 0
     """What each tenant that has no quota of its own may hold on SSD; 0: no limit."""
@@ -133,6 +146,37 @@ class SsdSection(Section):
                 f" {self.segment_bytes}; lower ssd.segment_bytes or raise ssd.capacity_bytes"
             )
         return self
+
+    @model_validator(mode="after")
+    def _one_list_of_drives(self) -> SsdSection:
+        if not self.paths:
+            return self
+        if "path" in self.model_fields_set:
+            raise ValueError("set ssd.path for one directory or ssd.paths for several, not both")
+        if not self.capacity_bytes:
+            raise ValueError("ssd.paths needs ssd.capacity_bytes: with 0 the tier is off")
+        directories = [drive.path for drive in self.drives]
+        if len(set(directories)) < len(directories):
+            raise ValueError("ssd.paths names a directory twice")
+        for drive in self.drives:
+            if drive.capacity_bytes < 2 * self.segment_bytes:
+                raise ValueError(
+                    f"capacity_bytes {drive.capacity_bytes} of {drive.path} is less than two"
+                    f" segments of {self.segment_bytes}"
+                )
+        return self
+
+    @property
+    def drives(self) -> tuple[SsdDriveSection, ...]:
+        """Every directory with its capacity; none while the tier is off."""
+        if not self.capacity_bytes:
+            return ()
+        return tuple(
+            entry
+            if isinstance(entry, SsdDriveSection)
+            else SsdDriveSection(path=entry, capacity_bytes=self.capacity_bytes)
+            for entry in self.paths or (self.path,)
+        )
 
 
 class TenantSection(Section):

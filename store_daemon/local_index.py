@@ -13,6 +13,8 @@ import contextlib
 import errno
 import json
 import logging
+import re
+import shutil
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -31,6 +33,7 @@ from emberkv_proto.types import (
     NamespaceId,
 )
 from store_daemon.files import DirectoryLock, write_durably
+from store_daemon.tiers.drive_marker import KnownDrive
 from store_daemon.tiers.segments import SsdRow
 
 _log = logging.getLogger(__name__)
@@ -40,6 +43,8 @@ _ROW_PREFIX = b"r"
 _PIN_PREFIX = b"p"
 _COVERED = b"m/covered-through"
 _INCARNATION = b"m/incarnation"
+_DRIVE_PREFIX = b"m/drive/"
+_ASIDE = re.compile(r"rocksdb\.corrupt-(\d+)")
 # What RocksDB says when the machine, not the database, is the problem.
 _NOT_DAMAGE = (
     "lock hold",
@@ -53,8 +58,9 @@ _NOT_DAMAGE = (
 class LocalIndex:
     """Blocking, thread-safe. Calls that write raise OSError when the database cannot take it."""
 
-    def __init__(self, data_dir: Path, lock: DirectoryLock) -> None:
+    def __init__(self, data_dir: Path, node_id: str, lock: DirectoryLock) -> None:
         """Use `open()`."""
+        self.node_id = node_id
         self._dir = data_dir
         self._database_dir = data_dir / "rocksdb"
         self._directory_lock = lock
@@ -75,7 +81,7 @@ class LocalIndex:
             PreflightError: in use, another node's, of another format, or not writable.
         """
         lock = DirectoryLock(data_dir, "daemon.data_dir")
-        index = cls(data_dir, lock)
+        index = cls(data_dir, node_id, lock)
         try:
             known = _check_marker(data_dir / "marker.json", node_id)
             (data_dir / "namespaces").mkdir(mode=0o700, exist_ok=True)
@@ -184,21 +190,38 @@ class LocalIndex:
     def pins(self) -> list[tuple[NamespaceId, BlockHash]]:
         """Namespace and hash of every block under a hard pin. Raises OSError."""
         size = len(_PIN_PREFIX) + NAMESPACE_ID_BYTES
-        with self._mutex:
-            found: list[tuple[NamespaceId, BlockHash]] = []
-            iterator = self._live().iter()
-            try:
-                iterator.seek(_PIN_PREFIX)
-                while iterator.valid() and (key := iterator.key()).startswith(_PIN_PREFIX):
-                    if len(key) == size + BLOCK_HASH_BYTES:
-                        found.append((NamespaceId(key[1:size]), BlockHash(key[size:])))
-                    iterator.next()
-                iterator.status()
-            except Exception as error:  # as in _open_database
-                raise OSError(errno.EIO, f"local index: {error}") from error
-            finally:
-                del iterator  # as in _scan
-            return found
+        return [
+            (NamespaceId(key[1:size]), BlockHash(key[size:]))
+            for key in self._entries(_PIN_PREFIX)
+            if len(key) == size + BLOCK_HASH_BYTES
+        ]
+
+    # -- drives --------------------------------------------------------------------------------
+
+    def drives(self) -> dict[str, KnownDrive]:
+        """By drive id, what is known of the SSD tier's drives. Entries that are none are skipped.
+
+        Raises OSError if the database cannot be read.
+        """
+        found: dict[str, KnownDrive] = {}
+        for key, value in self._entries(_DRIVE_PREFIX).items():
+            drive_id = key[len(_DRIVE_PREFIX) :].decode("ascii", "replace")
+            known = KnownDrive.from_bytes(value)
+            if known is None:
+                _log.warning("the entry of drive %s is skipped", drive_id)
+                continue
+            found[drive_id] = known
+        return found
+
+    def put_drive(self, drive_id: str, known: KnownDrive) -> None:
+        batch = WriteBatch(raw_mode=True)
+        batch.put(_DRIVE_PREFIX + drive_id.encode(), known.to_bytes())
+        self._write(batch)
+
+    def forget_drive(self, drive_id: str) -> None:
+        batch = WriteBatch(raw_mode=True)
+        batch.delete(_DRIVE_PREFIX + drive_id.encode())
+        self._write(batch)
 
     # -- life ----------------------------------------------------------------------------------
 
@@ -274,10 +297,15 @@ class LocalIndex:
             with contextlib.suppress(Exception):  # it is damaged; only the handle matters
                 self._database.close()
             self._database = None
-        number = 1
-        while (aside := self._dir / f"rocksdb.corrupt-{number}").exists():
-            number += 1
+        earlier = {
+            int(match[1]): path
+            for path in self._dir.iterdir()
+            if (match := _ASIDE.fullmatch(path.name))
+        }
+        aside = self._dir / f"rocksdb.corrupt-{max(earlier, default=0) + 1}"
         self._database_dir.rename(aside)
+        for path in earlier.values():  # one is enough to find out what happened
+            shutil.rmtree(path, ignore_errors=True)
         self.was_rebuilt = True
         _log.warning("local index was damaged (%s); moved to %s, rebuilding", why, aside)
         self._database = self._open_database()
@@ -303,6 +331,23 @@ class LocalIndex:
             except Exception as error:  # as in _open_database
                 raise OSError(errno.EIO, f"local index: {error}") from error
             return value if isinstance(value, bytes) and len(value) == 8 else None
+
+    def _entries(self, prefix: bytes) -> dict[bytes, bytes]:
+        """Every key that begins so, with its value. Raises OSError."""
+        found: dict[bytes, bytes] = {}
+        with self._mutex:
+            iterator = self._live().iter()
+            try:
+                iterator.seek(prefix)
+                while iterator.valid() and (key := iterator.key()).startswith(prefix):
+                    found[key] = iterator.value()
+                    iterator.next()
+                iterator.status()
+            except Exception as error:  # as in _open_database
+                raise OSError(errno.EIO, f"local index: {error}") from error
+            finally:
+                del iterator  # as in _scan
+        return found
 
     def _write(self, batch: WriteBatch) -> None:
         if not len(batch):

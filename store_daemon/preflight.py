@@ -11,6 +11,7 @@ from pathlib import Path
 from emberkv_proto.errors import PreflightError
 from emberkv_proto.shm_layout import POOL_HEADER_BYTES
 from store_daemon.config import MIB, DaemonSettings, DramSection
+from store_daemon.tiers.drive_marker import MARKER_NAME
 
 log = logging.getLogger(__name__)
 MAX_SOCKET_PATH_BYTES = 107
@@ -25,8 +26,11 @@ def check_machine(settings: DaemonSettings) -> None:
     """
     check_socket_path(settings.daemon.socket_path)
     check_pool_room(settings.dram)
-    if settings.ssd.capacity_bytes:
-        check_ssd_room(settings.ssd.path, settings.ssd.capacity_bytes)
+    drives = settings.ssd.drives
+    for drive in drives:
+        # Of several drives one may be missing, and its mount point is no place to measure.
+        if len(drives) == 1 or (drive.path / MARKER_NAME).is_file():
+            check_ssd_room(drive.path, drive.capacity_bytes)
     raise_file_limit()
 
 

@@ -20,7 +20,7 @@ from emberkv_proto.hashing import checksum
 from store_daemon.block import Block
 from store_daemon.holdings import Holdings
 from store_daemon.tiers.slots import Slot
-from store_daemon.tiers.ssd import SsdRow, SsdTier
+from store_daemon.tiers.ssd import SsdRow, SsdTier, is_same_content
 
 log = logging.getLogger(__name__)
 
@@ -197,7 +197,10 @@ class Promoter:
 def _can_land(block: Block, rows: dict[int, SsdRow]) -> bool:
     """Whether the block still wants what was read, and the rows read still stand."""
     return not block.is_doomed and all(
-        block.rows[part] == row and block.slots[part] is None and not block.writers >> part & 1
+        (now := block.rows[part]) is not None
+        and is_same_content(now, row)  # it may have moved
+        and block.slots[part] is None
+        and not block.writers >> part & 1
         for part, row in rows.items()
     )
 

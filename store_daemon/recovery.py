@@ -46,17 +46,16 @@ class RowChanges:
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """The SSD tier as it is after repair."""
+    """One directory after repair."""
 
     segments: tuple[FoundSegment, ...]
     set_aside: tuple[Path, ...]
     """Unreadable segment files, also those of earlier starts."""
-    changes: RowChanges
+    rows: tuple[SsdRow, ...]
+    """Of every readable record; a part may have several, here and in other directories."""
     highest_number: int
     corrupt_segments: int
     torn_records: int
-    rows_dropped: int
-    """Rows of the index whose record is no more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +83,12 @@ def plan_rows(stored: Iterable[SsdRow], found: Iterable[SsdRow]) -> RowChanges:
 
 
 def recover(
-    directory: Path, stored: Sequence[SsdRow], covered_through: int, direct_io: bool
+    directory: Path,
+    stored: Mapping[int, Sequence[SsdRow]],
+    covered_through: int,
+    direct_io: bool,
 ) -> Recovered:
-    """Inspect and repair every segment file in `directory`.
+    """Inspect and repair every segment file in `directory`; `stored` are the index's, by segment.
 
     Files without a usable record are removed, or set aside under another name when they are
     damaged. Files that are not ours are left alone.
@@ -94,14 +96,10 @@ def recover(
     Raises:
         OSError: the directory itself cannot be read.
     """
-    by_segment: defaultdict[int, list[SsdRow]] = defaultdict(list)
-    for row in stored:
-        by_segment[row.segment].append(row)
     kept: list[FoundSegment] = []
     set_aside: list[Path] = []
     rows: list[SsdRow] = []
-    corrupt = torn = 0
-    highest = max([covered_through, *by_segment])
+    corrupt = torn = highest = 0
     for path in sorted(directory.iterdir()):
         number = segments.segment_number(path.name.removesuffix(CORRUPT_SUFFIX))
         if number is None:
@@ -113,10 +111,10 @@ def recover(
         try:
             with SegmentReader(path, direct_io) as reader:
                 covered = number <= covered_through
-                found = _inspect(reader, number, by_segment.get(number, []), covered)
+                found = _inspect(reader, number, stored.get(number, ()), covered)
         except (OSError, CorruptionError) as error:
             corrupt += 1
-            set_aside.append(_set_aside(path, error))
+            set_aside.append(set_segment_aside(path, error))
             continue
         corrupt += found.damaged
         torn += found.torn
@@ -125,16 +123,15 @@ def recover(
             continue
         rows += found.rows
         kept.append(FoundSegment(number, path, found.file_bytes, found.records_end))
-    changes = plan_rows(stored, rows)
-    return Recovered(
-        tuple(kept),
-        tuple(set_aside),
-        changes,
-        highest,
-        corrupt,
-        torn,
-        len(changes.delete),
-    )
+    return Recovered(tuple(kept), tuple(set_aside), tuple(rows), highest, corrupt, torn)
+
+
+def by_segment(rows: Iterable[SsdRow]) -> Mapping[int, Sequence[SsdRow]]:
+    """Pure."""
+    found: defaultdict[int, list[SsdRow]] = defaultdict(list)
+    for row in rows:
+        found[row.segment].append(row)
+    return found
 
 
 def _inspect(
@@ -236,7 +233,8 @@ def _scan(
     return rows, offset, int(offset < reader.file_bytes)
 
 
-def _set_aside(path: Path, why: Exception) -> Path:
+def set_segment_aside(path: Path, why: Exception) -> Path:
+    """Rename a segment file that is not to be read any more. Raises OSError."""
     aside = path.with_name(path.name + CORRUPT_SUFFIX)
     path.rename(aside)
     _log.warning("segment %s is set aside as %s: %s", path.name, aside.name, why)

@@ -78,18 +78,20 @@ class BlockStore:
         self._index = index
         self._ssd = ssd
         self._clock = clock
+        self._namespaces = NamespaceBook(index, pool.slots)
         self._readers = ThreadPoolExecutor(settings.ssd.io_threads, "ember-read")
         self._writer = ThreadPoolExecutor(1, "ember-write")
         times = LendingTimes(settings.daemon.lease_seconds, settings.daemon.peer_timeout_seconds)
         self.lender = Lender(self.holdings, ssd, self._readers, times, clock)
         self.writeback = (
-            WritebackQueue(self.holdings, ssd, settings.ssd.queue_blocks, self._writer)
+            WritebackQueue(
+                self.holdings, self._namespaces, ssd, settings.ssd.queue_blocks, self._writer
+            )
             if ssd is not None
             else None
         )
-        self._namespaces = NamespaceBook(index, pool.slots)
         self.operations = Operations(
-            self.holdings, index, self._namespaces, clock, self._forget_rows_soon
+            self.holdings, index, self._namespaces, clock, self._wake_writeback
         )
         self._last_session = 0
         self._last_stage = 0
@@ -555,7 +557,7 @@ class BlockStore:
     def _trim(self) -> None:
         self._is_trimming = self.holdings.trim()
         self.holdings.publish()
-        self._forget_rows_soon()
+        self._wake_writeback()
         if self._is_trimming:
             asyncio.get_running_loop().call_soon(self._trim)
 
@@ -569,11 +571,12 @@ class BlockStore:
         self._limbo = [entry for entry in self._limbo if now < entry[0]]
         self.holdings.give_back(rested)
         self.holdings.publish()
-        self._forget_rows_soon()
+        self._wake_writeback()
         self._trim_soon()
 
-    def _forget_rows_soon(self) -> None:
-        if self.writeback is not None and self.holdings.rows_to_forget:
+    def _wake_writeback(self) -> None:
+        """There may be rows to forget, or drives to look after."""
+        if self.writeback is not None:
             self.writeback.wake()
 
     async def _tick(self) -> None:

@@ -13,6 +13,9 @@ from client_sdk import faults
 from emberkv_proto.hashing import checksum
 from store_daemon.block import Block
 from store_daemon.holdings import Holdings
+from store_daemon.namespaces import NamespaceBook
+from store_daemon.ssd_changes import advise, follow, take_found
+from store_daemon.tiers.changes import TierChanges
 from store_daemon.tiers.ssd import SsdFailure, SsdRecord, SsdRow, SsdTier
 
 log = logging.getLogger(__name__)
@@ -26,8 +29,8 @@ class _Written:
 
     corrupt: set[int] = field(default_factory=set)
     results: list[SsdRow | SsdFailure] = field(default_factory=list)
-    reclaimed_before: list[SsdRow] = field(default_factory=list)
-    reclaimed_after: list[SsdRow] = field(default_factory=list)
+    before: TierChanges = field(default_factory=TierChanges)
+    after: list[TierChanges] = field(default_factory=list)
 
 
 class WritebackQueue:
@@ -37,9 +40,15 @@ class WritebackQueue:
     """
 
     def __init__(
-        self, holdings: Holdings, ssd: SsdTier, queue_blocks: int, executor: Executor
+        self,
+        holdings: Holdings,
+        namespaces: NamespaceBook,
+        ssd: SsdTier,
+        queue_blocks: int,
+        executor: Executor,
     ) -> None:
         self._holdings = holdings
+        self._namespaces = namespaces
         self._ssd = ssd
         self._limit = queue_blocks
         self._executor = executor
@@ -47,6 +56,7 @@ class WritebackQueue:
         self._queued: set[Block] = set()
         self._wake = asyncio.Event()
         self._is_closing = False
+        advise(ssd, holdings)
 
     def __len__(self) -> int:
         return len(self._queued)
@@ -63,15 +73,20 @@ class WritebackQueue:
         self._wake.set()
 
     def wake(self) -> None:
-        """There are rows to forget."""
-        self._wake.set()
+        """See whether there are rows to forget or drives to look after."""
+        if self._has_chores:
+            self._wake.set()
+
+    @property
+    def _has_chores(self) -> bool:
+        return bool(self._holdings.rows_to_forget) or self._ssd.wants_upkeep
 
     async def run(self) -> None:
         """Write until `close`; a batch once begun is always finished. Not to be cancelled."""
         while not (self._is_closing and not self._waiting):
             await self._wake.wait()
             self._wake.clear()
-            while self._waiting or self._holdings.rows_to_forget:
+            while self._waiting or self._has_chores:
                 await self.write_batch()
 
     def close(self) -> None:
@@ -160,6 +175,7 @@ class WritebackQueue:
     ) -> None:
         if forget:
             self._ssd.forget(forget)
+        written.before = self._ssd.upkeep()
         if not records:
             return
         faults.hit(faults.WRITEBACK)
@@ -168,26 +184,22 @@ class WritebackQueue:
             for i in unverified
             if checksum(records[i].payload[: records[i].length]) != records[i].checksum
         }
-        written.reclaimed_before = self._ssd.reclaim()
         good = [record for i, record in enumerate(records) if i not in written.corrupt]
         written.results = self._ssd.append(good)
-        written.reclaimed_after = self._ssd.reclaim()
+        written.after.append(self._ssd.reclaim())
         # One reclaim makes room for one segment; a batch may need several.
-        while written.reclaimed_after:
+        while written.after[-1]:
             failed = [i for i, r in enumerate(written.results) if isinstance(r, SsdFailure)]
             if not failed:
                 break
             for i, result in zip(failed, self._ssd.append([good[i] for i in failed]), strict=True):
                 written.results[i] = result
-            more = self._ssd.reclaim()
-            if not more:
-                break
-            written.reclaimed_after += more
+            written.after.append(self._ssd.reclaim())
 
     def _take_over(self, blocks: list[Block], records: list[SsdRecord], written: _Written) -> None:
         """Enter the rows in the catalog, in the order in which things happened on disk."""
         holdings = self._holdings
-        holdings.drop_rows(written.reclaimed_before)
+        follow(holdings, written.before)
         results = iter(written.results)
         outcome = [
             None if number in written.corrupt else next(results) for number in range(len(records))
@@ -201,13 +213,24 @@ class WritebackQueue:
             at += count
             if self._settle(block, mine):
                 saved.append(block)
-        holdings.drop_rows(written.reclaimed_after)
+        # Rows that the results above replaced are not live, and not to be taken.
+        found = [row for row in written.before.found if self._ssd.holds(row)]
+        take_found(holdings, self._namespaces, found)
+        for changes in written.after:
+            follow(holdings, changes)
         for block in blocks:
             self._queued.discard(block)
+        for row in written.before.lost:
+            self._save_again(row)
         for block in saved:
             self.offer(block)  # a part of it was committed while the others were written
         holdings.unpin(blocks)
         holdings.publish()
+
+    def _save_again(self, row: SsdRow) -> None:
+        block = self._holdings.catalog.blocks.get(row.block_hash)
+        if block is not None and block.in_dram:
+            self.offer(block)
 
     def _settle(self, block: Block, outcome: Sequence[SsdRow | SsdFailure | None]) -> bool:
         """Enter a block's new rows, all or none; return whether it now has them."""

@@ -7,6 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+
+from emberkv_proto.shm_layout import align_up
 from emberkv_proto.types import (
     BLOCK_HASH_BYTES,
     NAMESPACE_ID_BYTES,
@@ -18,6 +21,7 @@ from emberkv_proto.types import (
 from store_daemon.tiers import segments
 from store_daemon.tiers.segment_file import (
     aligned_memory,
+    allocated_bytes,
     create_segment,
     seal_segment,
     write_records,
@@ -74,17 +78,51 @@ class SsdRecord:
             self.salt_id,
         )
 
+    def refusal(self, largest_payload: int) -> str | None:
+        """Why it cannot be stored in segments that take so much; None if it can."""
+        payload = self.payload
+        if not self.is_storable:
+            return "a key, part, parent or checksum is not of its size"
+        if self.length < 1 or not len(payload) == payload.nbytes == align_up(self.length):
+            return f"payload of {payload.nbytes} bytes for a length of {self.length}"
+        if np.frombuffer(payload, np.uint8).ctypes.data % PAGE_BYTES:
+            return f"payload is not on a boundary of {PAGE_BYTES} bytes"
+        if payload.nbytes > largest_payload:
+            return (
+                f"payload of {self.length} bytes does not fit in a segment, which takes"
+                f" {largest_payload}; raise ssd.segment_bytes"
+            )
+        return None
 
-@dataclass(slots=True)
+    @staticmethod
+    def of(row: SsdRow, payload: memoryview) -> SsdRecord:
+        """The record that stands at `row`, to be written anew elsewhere."""
+        return SsdRecord(
+            row.namespace_id,
+            row.block_hash,
+            row.part,
+            row.parent,
+            row.length,
+            row.checksum,
+            payload,
+        )
+
+
+@dataclass(eq=False, slots=True)
 class Segment:
     """A segment file in use, as the tier knows it."""
 
     number: int
     path: Path
-    file_bytes: int
     records_end: int
+    disk_bytes: int
+    """What the file takes on the drive."""
     rows: dict[RowKey, SsdRow] = field(default_factory=dict)
     """Live rows, by part: not those forgotten, nor those written anew elsewhere."""
+    read: set[RowKey] = field(default_factory=set)
+    """Parts that were read since they were written here; may name rows that are gone."""
+    corrupt_records: int = 0
+    """Records that did not match their checksum when they were read."""
 
 
 class OpenSegment:
@@ -96,7 +134,7 @@ class OpenSegment:
         self._headers = aligned_memory(_RUN_RECORDS * PAGE_BYTES)
         self._fd = create_segment(path, number, segment_bytes, direct_io)
         self._limit = segment_bytes
-        self.segment = Segment(number, path, segment_bytes, PAGE_BYTES)
+        self.segment = Segment(number, path, PAGE_BYTES, allocated_bytes(os.fstat(self._fd)))
 
     def leading_run(self, waiting: Iterable[SsdRecord]) -> list[SsdRecord]:
         """The records from the left that fit and go into one write; empty if the first does not."""
@@ -143,7 +181,7 @@ class OpenSegment:
             rows = list(segment.rows.values())
             return seal_segment(self._fd, segment.number, rows, segment.records_end)
         finally:
-            segment.file_bytes = os.fstat(self._fd).st_size
+            segment.disk_bytes = allocated_bytes(os.fstat(self._fd))
             os.close(self._fd)
 
     def _takes(self, records: int, record_bytes: int) -> bool:

@@ -32,6 +32,11 @@ def direct_flag(direct_io: bool) -> int:
     return os.O_DIRECT if direct_io else 0
 
 
+def allocated_bytes(status: os.stat_result) -> int:
+    """What a file takes on its drive."""
+    return status.st_blocks * 512  # of that unit on every file system
+
+
 def read_fully(fd: int, buffers: Sequence[memoryview], offset: int) -> None:
     """Fill all `buffers` from `offset` on. A file that ends before raises OSError (EIO)."""
     waiting = list(buffers)
@@ -161,6 +166,22 @@ def check_direct_io(directory: Path, direct_io: bool) -> None:
             ) from error
         raise PreflightError(f"ssd.path {directory} cannot be used: {error.strerror}") from error
     finally:
+        path.unlink(missing_ok=True)
+
+
+def try_segment(directory: Path, segment_bytes: int, direct_io: bool) -> None:
+    """Do once, with a file of its own, all that a new segment needs. Raises OSError."""
+    path = directory / f"probe-{os.getpid()}.tmp"
+    page = aligned_memory(PAGE_BYTES)
+    flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | direct_flag(direct_io)
+    fd = os.open(path, flags, 0o600)
+    try:
+        os.posix_fallocate(fd, 0, segment_bytes)
+        write_fully(fd, [page], 0)
+        os.fdatasync(fd)
+        read_fully(fd, [page], 0)
+    finally:
+        os.close(fd)
         path.unlink(missing_ok=True)
 
 

@@ -2,47 +2,44 @@
 
 Order of a write: payload and header, fdatasync, row in the local index, return. So whatever was
 acknowledged is found again after a kill, and nothing else is believed without its checksum. The
-tier never raises for a failing drive: appends fail one by one, `state` says why, and after a pause
-that doubles up to half a minute the next append tries again with a new segment.
+tier never raises for a failing drive: its writes go to the others, `drive_states` says why, and
+after a pause that doubles up to half a minute it is tried again. The rows of a drive that cannot be
+read are dropped, and come back with it.
 
-Thread-safe: one writer at a time in `append`; everything else from any thread.
+Thread-safe: one writer at a time in `append`, `upkeep` and `reclaim`; everything else from any
+thread. `upkeep` and `reclaim` say what they did with rows that the caller knows.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-import numpy as np
-
-from emberkv_proto.errors import IntegrityError, PreflightError
+from emberkv_proto.errors import CorruptionError, IntegrityError, PreflightError
 from emberkv_proto.shm_layout import align_up
 from store_daemon.config import SsdSection
-from store_daemon.files import DirectoryLock
 from store_daemon.local_index import LocalIndex
-from store_daemon.recovery import Recovered, recover
 from store_daemon.tiers import segments
-from store_daemon.tiers.open_segment import OpenSegment, Segment, SsdRecord
-from store_daemon.tiers.segment_file import (
-    aligned_memory,
-    check_direct_io,
-    direct_flag,
-    read_record,
-)
+from store_daemon.tiers.changes import TierChanges
+from store_daemon.tiers.drive import OK, Drive, DriveState
+from store_daemon.tiers.live_rows import LiveRows
+from store_daemon.tiers.open_segment import SsdRecord
+from store_daemon.tiers.reclaim import Reclaimer
+from store_daemon.tiers.segment_file import aligned_memory, direct_flag, read_record
+from store_daemon.tiers.segment_writer import SegmentWriter
 from store_daemon.tiers.segments import PAGE_BYTES, RowKey, SsdRow
+from store_daemon.tiers.start import StartedTier, start_drives
 
 _log = logging.getLogger(__name__)
 
-_FIRST_PAUSE_SECONDS = 0.5
-_LONGEST_PAUSE_SECONDS = 30.0
-OK = "ok"
-
-__all__ = ["SsdFailure", "SsdRecord", "SsdRow", "SsdTier"]
+__all__ = ["OK", "SsdFailure", "SsdRecord", "SsdRow", "SsdTier"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,97 +56,147 @@ class SsdTier:
         self,
         config: SsdSection,
         index: LocalIndex,
-        lock: DirectoryLock,
-        recovered: Recovered,
+        started: StartedTier,
         clock: Callable[[], float],
     ) -> None:
         """Use `open()`."""
         self._config = config
-        self._index = index
-        self._directory_lock = lock
+        self._node_id = index.node_id
         self._clock = clock
-        self._writer = threading.Lock()
-        self._mutex = threading.RLock()
-        """Held while rows change, in memory and in the index together."""
+        self._writing_lock = threading.Lock()
         self._free_pages: deque[memoryview] = deque()
-        self._open: OpenSegment | None = None
+        self._expected = started.expected
         self._closed = False
-        self._pause_seconds = _FIRST_PAUSE_SECONDS
-        self._retry_at = 0.0
-        self._next_number = recovered.highest_number + 1
-        self._live = dict(recovered.changes.live)
-        self._undeleted: dict[RowKey, SsdRow] = {}
-        """Rows that the index failed to delete; tried again with the next change."""
-        self._segments = {
-            found.number: Segment(found.number, found.path, found.file_bytes, found.records_end)
-            for found in recovered.segments
-        }
-        for row in self._live.values():
-            self._segments[row.segment].rows[row.key] = row
-        self._set_aside = {path: path.stat().st_size for path in recovered.set_aside}
+        self._drives = started.drives
+        self._rows = LiveRows(started.drives, started.live, index, clock)
+        self._writer = SegmentWriter(config, self._rows, started.highest_number + 1, clock)
+        self._reclaimer = Reclaimer(config.segment_bytes, self._rows, self._writer)
+        self._corrupt_at_start = started.corrupt_segments
 
-        self.capacity_bytes = config.capacity_bytes
-        self.state = OK
-        self.corrupt_segments = recovered.corrupt_segments
-        self.torn_records = recovered.torn_records
-        self.rows_dropped = recovered.rows_dropped
-        self.bytes_written = 0
-        """To the drive: headers, padding and footers included."""
+        self.torn_records = started.torn_records
+        self.rows_dropped = started.rows_dropped
         self.payload_bytes_written = 0
+        """Of the records that were appended; each counts once, however often it moves."""
         self.appended_records = 0
         self.failed_records = 0
         self.failed_reads = 0
-        self.reclaimed_segments = 0
 
     @classmethod
     def open(
         cls, config: SsdSection, index: LocalIndex, clock: Callable[[], float] = time.monotonic
     ) -> SsdTier:
-        """Lock the directory, recover what is in it and bring the index up to date.
+        """Lock the directories, recover what is in them and bring the index up to date.
+
+        Of several drives some may be missing.
 
         Raises:
             PreflightError: in use by another daemon, not writable, larger than its file system,
                 turned off, or without O_DIRECT.
         """
-        if config.capacity_bytes == 0:
-            raise PreflightError("ssd.capacity_bytes is 0: the SSD tier is turned off")
-        lock = DirectoryLock(config.path, "ssd.path")
-        try:
-            _check_capacity(config)
-            check_direct_io(config.path, config.direct_io)
-            stored = list(index.rows())  # may find the database damaged, so before the mark
-            covered = index.covered_through()
-            recovered = recover(config.path, stored, covered, config.direct_io)
-            index.put_rows(recovered.changes.put)
-            index.delete_rows(recovered.changes.delete)
-            index.mark_covered(recovered.highest_number)
-            return cls(config, index, lock, recovered, clock)
-        except OSError as error:
-            lock.release()
-            raise PreflightError(f"ssd.path {config.path} cannot be used: {error}") from error
-        except BaseException:
-            lock.release()
-            raise
+        return cls(config, index, start_drives(config, index, clock()), clock)
+
+    # -- asking --------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> str:
+        """OK, or what is degraded and why."""
+        problems = [drive.state_text for drive in self._drives if drive.trouble.why is not None]
+        if self._rows.index_trouble.why is not None:
+            problems.append(f"degraded: {self._rows.index_trouble.why}")
+        return "; ".join(problems) or OK
+
+    def drive_states(self) -> tuple[DriveState, ...]:
+        return tuple(drive.state() for drive in self._drives)
+
+    @property
+    def capacity_bytes(self) -> int:
+        return sum(drive.capacity_bytes for drive in self._drives)
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of all segment files, those set aside included."""
-        with self._mutex:
-            return sum(s.file_bytes for s in self._segments.values()) + sum(
-                self._set_aside.values()
-            )
+        """What all segment files take on their drives, those set aside included."""
+        return sum(drive.used_bytes for drive in self._drives)
+
+    @property
+    def bytes_written(self) -> int:
+        """To the drives: headers, padding, footers and what was re-appended included."""
+        return self._writer.bytes_written
+
+    @property
+    def written_bytes_total(self) -> int:
+        """Ever written to the drives, over all lives: their wear."""
+        return sum(drive.written_bytes_total for drive in self._drives)
+
+    @property
+    def write_amplification(self) -> float:
+        """Bytes written to the drives for each payload byte taken, in this life; 0 before one."""
+        if not self.payload_bytes_written:
+            return 0.0
+        return self.bytes_written / self.payload_bytes_written
+
+    @property
+    def corrupt_segments(self) -> int:
+        """Found damaged at start, or set aside since."""
+        return self._corrupt_at_start + self._reclaimer.corrupt_segments
+
+    @property
+    def reclaimed_segments(self) -> int:
+        return self._reclaimer.reclaimed_segments
+
+    @property
+    def reappended_records(self) -> int:
+        return self._reclaimer.reappended_records
+
+    @property
+    def reappended_bytes(self) -> int:
+        """Payload bytes that reclaim wrote anew."""
+        return self._reclaimer.reappended_bytes
+
+    @property
+    def unkept_records(self) -> int:
+        """Pinned or read, but without room when their segment was to be reclaimed."""
+        return self._reclaimer.unkept_records
 
     @property
     def largest_payload(self) -> int:
         """The longest part that fits in a segment."""
         return segments.largest_payload(self._config.segment_bytes)
 
+    @property
+    def wants_upkeep(self) -> bool:
+        """Whether `upkeep` has something to do beside making room."""
+        now = self._clock()
+        return any(drive.is_doubted or drive.trouble.is_due(now) for drive in self._drives) or bool(
+            self._reclaimer.suspects
+        )
+
     def recovered_rows(self) -> list[SsdRow]:
         """Every live row; after `open()`, what recovery found."""
-        with self._mutex:
-            return list(self._live.values())
+        return self._rows.all()
+
+    def segment_path(self, row: SsdRow) -> Path:
+        """The file that the record of a live row is in."""
+        return self._rows.segment(row.segment).path
+
+    def holds(self, row: SsdRow) -> bool:
+        """Whether the part is stored where `row` says: not forgotten, reclaimed or moved since."""
+        return self._rows.get(row.key) == row
+
+    def keep(self, is_pinned: Callable[[SsdRow], bool], is_used: Callable[[SsdRow], bool]) -> None:
+        """Let reclaim ask, from the thread that writes, what must stay on SSD and what is worth it
+        though the tier has not read it."""
+        self._reclaimer.is_pinned, self._reclaimer.is_used = is_pinned, is_used
 
     # -- writing -------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        if not self._writing_lock.acquire(blocking=False):
+            raise IntegrityError("two writers in the SSD tier")
+        try:
+            yield
+        finally:
+            self._writing_lock.release()
 
     def append(self, records: Sequence[SsdRecord]) -> list[SsdRow | SsdFailure]:
         """Store `records`, durably; one result for each. Blocks for the drive.
@@ -157,149 +204,47 @@ class SsdTier:
         A part that is stored already is written anew and its row replaced. Within one call the
         first record of a part counts for all.
         """
-        if not self._writer.acquire(blocking=False):
-            raise IntegrityError("two writers in SsdTier.append")
-        try:
-            return self._append(records)
-        finally:
-            self._writer.release()
-
-    def _append(self, records: Sequence[SsdRecord]) -> list[SsdRow | SsdFailure]:
-        outcome: dict[RowKey, SsdRow | SsdFailure] = {}
-        keys: list[RowKey] = []
-        waiting: deque[SsdRecord] = deque()
-        for record in records:
-            key = record.key
-            keys.append(key)
-            if key in outcome:
-                continue
-            refusal = self._refusal(record)
-            # Overwritten below when the record is stored.
-            outcome[key] = SsdFailure(refusal or self.state)
-            if refusal is None:
-                waiting.append(record)
-        failure = self._store_all(waiting, outcome)
-        for record in waiting:
-            outcome[record.key] = SsdFailure(failure)
-        results = [outcome[key] for key in keys]
-        self.failed_records += sum(isinstance(result, SsdFailure) for result in results)
-        return results
-
-    def _store_all(
-        self, waiting: deque[SsdRecord], outcome: dict[RowKey, SsdRow | SsdFailure]
-    ) -> str:
-        """Store from the left; what is still in `waiting` on return failed, for that reason."""
-        if self._closed:
-            return "ssd tier is closed"
-        if self._clock() < self._retry_at:
-            return self.state
-        while waiting:
-            try:
-                target = self._open
-                run = target.leading_run(waiting) if target is not None else []
-                if target is None or not run:
-                    target = self._open_new()
-                    if target is None:
-                        return (
-                            f"ssd tier is full: {self.used_bytes} of {self.capacity_bytes} bytes"
-                            " used; reclaim before appending"
-                        )
-                    run = target.leading_run(waiting)
-                rows = target.write(run)
-                self._record(rows, target.segment)
-            except OSError as error:
-                self._degrade(error)
-                return self.state
-            for row in rows:
-                outcome[row.key] = row
-                waiting.popleft()
-            if self.state != OK:
-                _log.info("ssd tier works again")
-            self.state = OK
-            self._pause_seconds = _FIRST_PAUSE_SECONDS
-        return ""
-
-    def _refusal(self, record: SsdRecord) -> str | None:
-        payload = record.payload
-        if not record.is_storable:
-            return "a key, part, parent or checksum is not of its size"
-        if record.length < 1 or not len(payload) == payload.nbytes == align_up(record.length):
-            return f"payload of {payload.nbytes} bytes for a length of {record.length}"
-        if np.frombuffer(payload, np.uint8).ctypes.data % PAGE_BYTES:
-            return f"payload is not on a boundary of {PAGE_BYTES} bytes"
-        if payload.nbytes > self.largest_payload:
-            return (
-                f"payload of {record.length} bytes does not fit in a segment, which takes"
-                f" {self.largest_payload}; raise ssd.segment_bytes"
-            )
-        return None
-
-    def _open_new(self) -> OpenSegment | None:
-        """Seal the open segment and begin another; None if the capacity is used up."""
-        self._seal_open()
-        config = self._config
-        if self.used_bytes + config.segment_bytes > config.capacity_bytes:
-            return None
-        number = self._next_number
-        self._next_number += 1
-        opened = OpenSegment(config.path, number, config.segment_bytes, config.direct_io)
-        with self._mutex:
-            self._segments[number] = opened.segment
-            self._open = opened
-            self.bytes_written += PAGE_BYTES
-        return opened
-
-    def _record(self, rows: Sequence[SsdRow], segment: Segment) -> None:
-        """Make written rows live, in the index first."""
-        with self._mutex:
-            self._delete_from_index()
-            self._index.put_rows(rows)
-            for row in rows:
-                earlier = self._live.get(row.key)
-                if earlier is not None:
-                    del self._segments[earlier.segment].rows[row.key]
-                self._live[row.key] = row
-                segment.rows[row.key] = row
-            end = rows[-1].end
-            self.bytes_written += end - segment.records_end
-            segment.records_end = end
+        with self._writing():
+            outcome: dict[RowKey, SsdRow | SsdFailure] = {}
+            waiting: deque[SsdRecord] = deque()
+            for record in records:
+                if record.key in outcome:
+                    continue
+                refusal = record.refusal(self.largest_payload)
+                # Overwritten below when the record is stored.
+                outcome[record.key] = SsdFailure(refusal or self.state)
+                if refusal is None:
+                    waiting.append(record)
+            rows = [] if self._closed else self._writer.store_all(waiting)
+            outcome |= {row.key: row for row in rows}
+            if waiting:
+                failure = SsdFailure(self._why_not_stored())
+                outcome |= {record.key: failure for record in waiting}
             self.appended_records += len(rows)
             self.payload_bytes_written += sum(row.length for row in rows)
+            results = [outcome[record.key] for record in records]
+            self.failed_records += sum(isinstance(result, SsdFailure) for result in results)
+            return results
 
-    def _seal_open(self) -> None:
-        """End the open segment. Whatever fails, nothing is appended to it any more.
-
-        Its rows are in the index; a footer only spares the next start a scan if that is lost.
-        """
-        if self._open is None:
-            return
-        opened, segment = self._open, self._open.segment
-        self._open = None
-        with self._mutex:
-            try:
-                self.bytes_written += opened.seal()
-            finally:
-                if not segment.rows:
-                    del self._segments[segment.number]
-                self._index.mark_covered(segment.number)
-
-    def _degrade(self, error: OSError) -> None:
-        self.state = f"degraded: {error}"
-        self._retry_at = self._clock() + self._pause_seconds
-        self._pause_seconds = min(2 * self._pause_seconds, _LONGEST_PAUSE_SECONDS)
-        _log.warning("ssd tier %s", self.state)
-        try:
-            self._seal_open()  # after a failed write or sync its end is not to be trusted
-        except OSError as again:
-            _log.warning("ssd segment stays unsealed: %s", again)
+    def _why_not_stored(self) -> str:
+        if self._closed:
+            return "ssd tier is closed"
+        is_index_at_fault = self._rows.index_trouble.is_resting(self._clock())
+        if is_index_at_fault or not self._writer.usable_drives():
+            return self.state
+        return (
+            f"ssd tier is full: {self.used_bytes} of {self.capacity_bytes} bytes used;"
+            " reclaim before appending"
+        )
 
     # -- reading -------------------------------------------------------------------------------
 
     def read_into(self, row: SsdRow, target: memoryview) -> None:
         """Read the payload of `row` into `target`: writable, 4 KiB aligned, whole pages.
 
-        Bytes behind `row.length` are padding. A segment reclaimed meanwhile is a
-        FileNotFoundError, and a read under way finishes. On any error `target` is undefined.
+        Bytes behind `row.length` are padding. A record that was re-appended meanwhile is read
+        where it is now. A segment reclaimed meanwhile is a FileNotFoundError, and a read under way
+        finishes. On any error `target` is undefined.
 
         Raises:
             CorruptionError: the record is another one or does not match its checksum.
@@ -309,126 +254,155 @@ class SsdTier:
         if target.readonly or target.nbytes != len(target) or len(target) < wanted:
             raise IntegrityError(f"target must be {wanted} writable bytes")
         try:
+            try:
+                self._read(row, target)
+            except FileNotFoundError:
+                now = self._rows.get(row.key)
+                if now is None or now == row or not is_same_content(now, row):
+                    raise
+                self._read(now, target)
+        except BaseException:
+            with self._rows.mutex:
+                self.failed_reads += 1
+            raise
+
+    def _read(self, row: SsdRow, target: memoryview) -> None:
+        drive = self._rows.drive_of(row.segment)
+        segment = drive.segments.get(row.segment) if drive is not None else None
+        if drive is None or segment is None:
+            raise FileNotFoundError(f"segment {row.segment} is gone")
+        try:
             page = self._free_pages.pop()
         except IndexError:
             page = aligned_memory(PAGE_BYTES)
         try:
-            path = self._config.path / segments.segment_name(row.segment)
             # Opened anew each time: reclaim may unlink it, and numbers are never used again.
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | direct_flag(self._config.direct_io))
+            fd = os.open(segment.path, os.O_RDONLY | os.O_CLOEXEC | direct_flag(drive.direct_io))
             try:
                 read_record(fd, row, page, target)
             finally:
                 os.close(fd)
-        except BaseException:
-            with self._mutex:
-                self.failed_reads += 1
+        except CorruptionError:
+            self._reclaimer.found_corrupt(segment)
+            raise
+        except OSError:
+            if row.segment in drive.segments:  # and not reclaimed meanwhile
+                drive.failed_reads += 1
+                drive.is_doubted = True
             raise
         finally:
             self._free_pages.append(page)
-
-    def holds(self, row: SsdRow) -> bool:
-        """Whether the part is stored where `row` says: not forgotten, reclaimed or moved since."""
-        with self._mutex:
-            return self._live.get(row.key) == row
+        segment.read.add(row.key)
 
     # -- removing ------------------------------------------------------------------------------
 
     def forget(self, rows: Sequence[SsdRow]) -> None:
         """Drop rows (a part that was written anew since stays). Space comes back by reclaim."""
-        with self._mutex:
-            gone = [row for row in rows if self._live.get(row.key) == row]
-            self._drop(gone)
+        self._rows.forget(rows)
 
-    def reclaim(self) -> list[SsdRow]:
-        """Make room for one new segment: remove the oldest sealed ones and return their rows."""
-        gone: list[SsdRow] = []
-        with self._mutex:
-            while self.used_bytes > self.capacity_bytes - self._config.segment_bytes:
-                if self._set_aside:
-                    path = min(self._set_aside)
-                    path.unlink(missing_ok=True)
-                    del self._set_aside[path]
-                    continue
-                open_number = self._open.segment.number if self._open else None
-                sealed = [number for number in self._segments if number != open_number]
-                if not sealed:
-                    break
-                segment = self._segments[min(sealed)]
-                rows = list(segment.rows.values())
-                self._drop(rows)
-                gone += rows
-                try:
-                    segment.path.unlink(missing_ok=True)
-                except OSError as error:
-                    self.state = f"degraded: {error}"
-                    break
-                del self._segments[segment.number]
-                self.reclaimed_segments += 1
-        return gone
+    def reclaim(self) -> TierChanges:
+        """Make room for one new segment: remove the oldest sealed ones.
 
-    def _drop(self, rows: Sequence[SsdRow]) -> None:
-        for row in rows:
-            del self._live[row.key]
-            del self._segments[row.segment].rows[row.key]
-            self._undeleted[row.key] = row
+        What is pinned, and what was used since it was written, is re-appended first, up to half of
+        a segment; a kill in between leaves both copies, and the newer counts. Segments of which
+        more than half is pinned stay.
+        """
+        changes = TierChanges()
+        with self._writing():
+            self._reclaimer.make_room(changes)
+        return changes
+
+    def upkeep(self) -> TierChanges:
+        """Try drives that failed, take corrupt segments out of use, then as `reclaim`."""
+        changes = TierChanges()
+        with self._writing():
+            for drive in self._drives if not self._closed else ():
+                self._look_after(drive, changes)
+            self._reclaimer.quarantine(changes)
+            self._reclaimer.make_room(changes)
+        return changes
+
+    def _look_after(self, drive: Drive, changes: TierChanges) -> None:
+        if drive.is_attached and drive.is_doubted:
+            drive.is_doubted = False
+            try:
+                drive.check_readable()
+            except (OSError, PreflightError) as error:
+                self._lose(drive, error, changes)
+                return
+        if not drive.trouble.is_due(self._clock()):
+            return
+        if not drive.is_attached:
+            self._bring_back(drive, changes)
+            return
         try:
-            self._delete_from_index()
-        except OSError as error:  # rows that stay there point to nothing, or to checked bytes
-            self.state = f"degraded: {error}"
-            _log.warning("rows stay in the local index for now: %s", error)
+            drive.try_writing()
+        except OSError as error:
+            self._writer.drive_failed(drive, error)
+        else:
+            drive.worked()
 
-    def _delete_from_index(self) -> None:
-        if self._undeleted:
-            self._index.delete_rows(list(self._undeleted.values()))
-            self._undeleted.clear()
+    def _lose(self, drive: Drive, error: Exception, changes: TierChanges) -> None:
+        """A drive cannot be read: its blocks are misses until it is back."""
+        self._writer.seal_open_on(drive)
+        drive.failed(error, self._clock())
+        with self._rows.mutex:
+            # Before the rows are dropped: they are not forgotten ones.
+            self._rows.note_drive(drive, has_rows=False)
+            rows = [row for segment in drive.segments.values() for row in segment.rows.values()]
+            self._rows.drop(rows)
+            drive.detach()
+        changes.lost += rows
+        _log.warning("ssd drive %s is lost with %d records", drive.path, len(rows))
+
+    def _bring_back(self, drive: Drive, changes: TierChanges) -> None:
+        """Try to attach a drive again and take what is on it, as far as it is not elsewhere."""
+        others = [other for other in self._drives if other is not drive]
+        taken = {number for other in others for number in other.segments}
+        try:
+            drive.attach(self._node_id, drive.id or self._expected.get(drive.path))
+            if any(other.is_attached and other.id == drive.id for other in others):
+                raise PreflightError("it is the same drive as another of ssd.paths")
+            with self._rows.mutex:
+                found = drive.recover({}, 0, taken)
+                highest = max(self._writer.next_number - 1, found.highest_number)
+                self._writer.next_number = highest + 1
+                rows = self._rows.take(found.rows, highest)
+        except (OSError, PreflightError) as error:
+            with self._rows.mutex:
+                drive.detach()
+            drive.failed(error, self._clock())
+            return
+        self._rows.note_drive(drive, has_rows=True)
+        self._corrupt_at_start += found.corrupt_segments
+        self.torn_records += found.torn_records
+        changes.found += rows
+        drive.worked()
+        _log.info("ssd drive %s brought back %d records", drive.path, len(rows))
 
     # -- life ----------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Seal the open segment and give the directory up. A second call does nothing.
+        """Seal the open segment and give the directories up. A second call does nothing.
 
         The caller has ended appends; reads under way finish.
         """
-        with self._writer:
+        with self._writing_lock:
             if self._closed:
                 return
             self._closed = True
-            try:
-                self._seal_open()
-            except OSError as error:
-                _log.warning("ssd segment stays unsealed: %s", error)
-            self._directory_lock.release()
+            self._writer.seal_open()
+            for drive in self._drives:
+                drive.release()
 
     def check_integrity(self) -> None:
         """Assert that rows, extents, files and the local index agree. Reads no payload."""
-        with self._mutex:
-            by_segment = {
-                key: row for segment in self._segments.values() for key, row in segment.rows.items()
-            }
-            assert by_segment == self._live, "rows of segments differ from the live rows"
-            assert sum(len(s.rows) for s in self._segments.values()) == len(self._live)
-            for segment in self._segments.values():
-                size = segment.path.stat().st_size
-                assert size == segment.file_bytes, f"{segment.path}: {size} bytes"
-                end = PAGE_BYTES
-                for row in sorted(segment.rows.values(), key=lambda row: row.offset):
-                    assert row.segment == segment.number, f"{row} in segment {segment.number}"
-                    assert row.offset >= end, f"{row} overlaps the record before it"
-                    end = row.end
-                assert end <= segment.records_end <= segment.file_bytes
-            if self.state == OK:
-                stored = {row.key: row for row in self._index.rows()}
-                for key in self._undeleted:
-                    stored.pop(key, None)
-                assert stored == self._live, "local index differs from the live rows"
+        with self._rows.mutex:
+            for drive in self._drives:
+                drive.check_integrity()
+            self._rows.check_integrity()
 
 
-def _check_capacity(config: SsdSection) -> None:
-    volume = os.statvfs(config.path)
-    total = volume.f_blocks * volume.f_frsize
-    if config.capacity_bytes > total:
-        raise PreflightError(
-            f"ssd.capacity_bytes is {config.capacity_bytes}, but the file system of"
-            f" {config.path} has {total} bytes in all; lower it or set ssd.path to another drive"
-        )
+def is_same_content(one: SsdRow, other: SsdRow) -> bool:
+    """Whether two rows name the same bytes of the same part, wherever they are."""
+    return (one.key, one.length, one.checksum) == (other.key, other.length, other.checksum)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,6 +60,29 @@ def assert_reads_back(tier: SsdTier, rows: list[SsdRow]) -> None:
         assert read(tier, row) == payload_of(number, row.length), f"bytes of {row} differ"
 
 
+def crash_copy(source: Path, target: Path) -> None:
+    """The state that a kill would leave in `source`, whose tier is open: files as they are.
+
+    RocksDB may tidy up in the background meanwhile; then the copy is no state it was ever in.
+    """
+    for _ in range(20):
+        before = _database_files(source)
+        with contextlib.suppress(shutil.Error):
+            shutil.copytree(source, target)
+            if _database_files(source) == before:
+                return
+        shutil.rmtree(target, ignore_errors=True)
+    raise AssertionError(f"{source} does not come to rest")
+
+
+def _database_files(directory: Path) -> set[tuple[str, int]]:
+    found = set()
+    for path in (directory / "rocksdb").glob("*"):
+        with contextlib.suppress(FileNotFoundError):
+            found.add((path.name, path.stat().st_size))
+    return found
+
+
 @dataclass
 class Store:
     tier: SsdTier
@@ -73,14 +97,26 @@ def section(directory: Path, segments: int = 64, segment_bytes: int = SEGMENT_BY
     )
 
 
+def drives(directory: Path, names: str = "ab", segments: int = 16) -> SsdSection:
+    """Several drives, one for each letter."""
+    return SsdSection(
+        paths=tuple(directory / name for name in names),
+        capacity_bytes=segments * SEGMENT_BYTES,
+        segment_bytes=SEGMENT_BYTES,
+    )
+
+
 @contextlib.contextmanager
 def store(
-    directory: Path, segments: int = 64, clock: Callable[[], float] | None = None
+    directory: Path,
+    segments: int = 64,
+    clock: Callable[[], float] | None = None,
+    config: SsdSection | None = None,
 ) -> Iterator[Store]:
     """Open index and tier; at the end check their integrity and close them."""
     index = LocalIndex.open(directory, NODE)
     try:
-        config = section(directory, segments)
+        config = config or section(directory, segments)
         tier = SsdTier.open(config, index) if clock is None else SsdTier.open(config, index, clock)
         try:
             yield Store(tier, index)

@@ -397,6 +397,6 @@ def damage(small: SmallStore, block_hash: BlockHash) -> None:
     row = small.store.holdings.catalog.blocks[block_hash].rows[FULL]
     assert row is not None
     assert small.ssd is not None
-    with small.ssd._segments[row.segment].path.open("r+b") as file:
+    with small.ssd.segment_path(row).open("r+b") as file:
         file.seek(row.offset + 4096 + 100)
         file.write(b"damage")

@@ -205,7 +205,7 @@ async def test_a_block_that_cannot_be_read_ends_the_prefetch(make: Make) -> None
     assert small.ssd is not None
     row = small.store.holdings.catalog.blocks[HASHES[3]].rows[0]
     assert row is not None
-    path = small.ssd._segments[row.segment].path
+    path = small.ssd.segment_path(row)
     with path.open("r+b") as file:
         file.seek(row.offset + 4096 + 100)
         file.write(b"damage")

@@ -231,7 +231,7 @@ async def test_a_damaged_ssd_block_ends_the_prefix_and_is_forgotten(make: Make) 
     row = block.rows[0]
     assert row is not None
     assert small.ssd is not None
-    path = small.ssd._segments[row.segment].path
+    path = small.ssd.segment_path(row)
     with path.open("r+b") as file:
         file.seek(row.offset + 4096 + 100)
         file.write(b"damage")
@@ -257,8 +257,8 @@ async def test_a_read_that_reclaim_overtakes_is_no_error_of_the_drive(make: Make
 
     with mock.patch.object(ssd, "read_into", read_late):
         lease = acquire(small, session, HASHES)
-        ssd.capacity_bytes = 0
-        gone = ssd.reclaim()
+        with mock.patch.object(ssd._drives[0], "capacity_bytes", 0):
+            gone = ssd.reclaim().gone
         is_reclaimed.set()
         lease = await wait_all(small, session, lease)
     small.store.holdings.drop_rows(gone)
@@ -273,8 +273,8 @@ async def test_a_segment_that_somebody_removed_is_an_error_of_the_drive(make: Ma
     small = make()
     session = await on_ssd_only(small, HASHES)
     assert small.ssd is not None
-    for segment in small.ssd._segments.values():
-        segment.path.rename(segment.path.with_suffix(".away"))
+    for path in {small.ssd.segment_path(row) for row in small.ssd.recovered_rows()}:
+        path.rename(path.with_suffix(".away"))
     lease = await wait_all(small, session, acquire(small, session, HASHES))
     assert lease.usable == 0
     assert small.store.holdings.counters["ssd_read_errors"] > 0
