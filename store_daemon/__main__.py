@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from client_sdk.logs import LogStyle
 from client_sdk.server_main import read_command_line, run_from
 from store_daemon.app import Daemon
 from store_daemon.config import DaemonSettings
@@ -15,13 +14,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     source = read_command_line("store_daemon", DaemonSettings, arguments)
 
     async def serve(settings: DaemonSettings) -> None:
-        await Daemon(settings).run()
+        await Daemon(settings, source.load).run()
 
-    return run_from("store_daemon", source, serve, log_style)
-
-
-def log_style(settings: DaemonSettings) -> LogStyle:
-    return LogStyle(settings.daemon.log_level, settings.daemon.log_format)
+    return run_from("store_daemon", source, serve, lambda settings: settings.daemon.log_style)
 
 
 if __name__ == "__main__":

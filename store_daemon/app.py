@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import json
 import logging
@@ -20,6 +21,7 @@ from typing import Protocol, TypeVar
 from client_sdk import faults, logs
 from client_sdk.index_client import IndexClient
 from client_sdk.tls import Tls
+from emberkv_proto.errors import EmberError
 from emberkv_proto.types import NodeId, Tier
 from store_daemon.block import StoredNamespace
 from store_daemon.config import DaemonSettings
@@ -36,6 +38,7 @@ from store_daemon.operators import operator_calls
 from store_daemon.peers import PeerPuller
 from store_daemon.preflight import check_machine
 from store_daemon.publisher import NodeFacts, Publisher
+from store_daemon.reload import Reloader
 from store_daemon.servicer import NodeIdentity, Servicer
 from store_daemon.store import BlockStore
 from store_daemon.tiers.pool import Pool
@@ -76,8 +79,13 @@ class Daemon:
     gRPC and HTTP already answer, with nothing but that it does.
     """
 
-    def __init__(self, settings: DaemonSettings) -> None:
+    def __init__(
+        self, settings: DaemonSettings, load: Callable[[], DaemonSettings] | None = None
+    ) -> None:
+        """`load` reads the settings anew, for `reload`."""
         self._settings = settings
+        self._load = load
+        self._reload: Callable[[], object] | None = None
         self._stop = asyncio.Event()
         self.is_serving = asyncio.Event()
         self.endpoints: Endpoints | None = None
@@ -91,9 +99,13 @@ class Daemon:
     async def run(self) -> None:
         """Raises PreflightError, AccessDeniedError or UnavailableError when it cannot start."""
         loop = asyncio.get_running_loop()
-        signals = (signal.SIGTERM, signal.SIGINT)
-        for number in signals:
-            loop.add_signal_handler(number, self.stop)
+        signals = {
+            signal.SIGTERM: self.stop,
+            signal.SIGINT: self.stop,
+            signal.SIGHUP: self._hang_up,
+        }
+        for number, act in signals.items():
+            loop.add_signal_handler(number, act)
         try:
             async with AsyncExitStack() as stack:
                 stack.callback(self._manager.close)
@@ -102,6 +114,14 @@ class Daemon:
         finally:
             for number in signals:
                 loop.remove_signal_handler(number)
+
+    def _hang_up(self) -> None:
+        """SIGHUP: take over a changed configuration. What is wrong with it stands in the log."""
+        if self._reload is None:
+            log.warning("SIGHUP while recovering: the configuration is not reloaded")
+            return
+        with contextlib.suppress(EmberError):  # the reloader has logged and counted it
+            self._reload()
 
     async def _open(self, stack: AsyncExitStack) -> None:
         """Open everything, then serve. Returns early when it is told to stop meanwhile."""
@@ -206,7 +226,20 @@ class Daemon:
             metrics_address,
             address.address,
         )
-        grpc.open_to(GrpcParts(publisher, store, address, operator_calls(servicer, self.stop)))
+
+        def apply(changed: DaemonSettings) -> None:
+            gate.token = open_token(changed.daemon)
+            store.reconfigure(changed)
+            servicer.reconfigure(changed.daemon)
+            server.reconfigure(changed.daemon)
+            if changed.daemon.log_style != self._settings.daemon.log_style:
+                logs.configure(changed.daemon.log_style)
+            self._settings = changed
+
+        reloader = Reloader(settings, self._load, apply, store.holdings.counters)
+        operators = operator_calls(servicer, self.stop, reloader.reload)
+        grpc.open_to(GrpcParts(publisher, store, address, operators))
+        self._reload = reloader.reload
         self.life.state = "serving"
         self._announce(publisher, servicer)
         endpoints_path = daemon.data_dir / ENDPOINTS_FILE

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from client_sdk.logs import LogFormat, LogLevel
+from client_sdk.logs import LogFormat, LogLevel, LogStyle
 from client_sdk.settings import Section, Settings, TlsFiles, tls_files_of
 
 MIB = 1 << 20
@@ -72,6 +72,10 @@ class DaemonSection(Section):
     def _all_or_none(self) -> DaemonSection:
         self.tls_files()
         return self
+
+    @property
+    def log_style(self) -> LogStyle:
+        return LogStyle(self.log_level, self.log_format)
 
     def tls_files(self) -> TlsFiles | None:
         return tls_files_of(self.tls_cert_file, self.tls_key_file, self.tls_ca_file)

@@ -68,6 +68,21 @@ class EvictionQueue:
         """Entries held for them, with those that count no more."""
         return self._entries
 
+    def use(self, policy: EvictionPolicy, blocks: Iterable[Block]) -> None:
+        """Go on with another policy; all of `blocks` that is in DRAM is new to it. O(n log n)."""
+        queued = list(self._queued())
+        in_dram = [block for block in blocks if block.lane != NOWHERE]
+        self._policy = policy
+        try:
+            for block in sorted(in_dram, key=lambda block: (block.access, block.depth)):
+                block.lane, block.rank, block.uses = 0, 0.0, 0
+                policy.entered(block)
+            self._queue_anew(queued)
+        except Exception:
+            self._lanes = {}
+            self._fall_back()
+            self._queue_anew(queued)
+
     # ---- what happens ----
 
     def next_access(self) -> int:
@@ -265,7 +280,9 @@ class EvictionQueue:
         log.exception("policy %s failed; lru goes on", type(self._policy).__name__)
         self._on_policy_failure()
         self._policy = LruPolicy()
-        queued = list(self._queued())
+        self._queue_anew(list(self._queued()))
+
+    def _queue_anew(self, queued: Sequence[Block]) -> None:
         self._lanes = {}
         self._entries = self._candidates = 0
         for block in queued:

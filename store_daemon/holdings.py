@@ -63,6 +63,14 @@ class Holdings:
         self.sink: EventSink | None = None
         """Where events go; set before the first block."""
 
+    def reconfigure(self, config: DramSection) -> None:
+        """Other watermarks, another policy, another limit for pins; the pool stays as it is."""
+        if config.policy != self._config.policy:
+            self.queue.use(POLICIES[config.policy](), self.catalog.blocks.values())
+        capacity_bytes = self.pool.slots.extent_count * self.pool.slots.extent_bytes
+        self.pins.limit_bytes = int(config.pin_share * capacity_bytes)
+        self._config = config
+
     # ---- room ----
 
     def take(self, size_class: SizeClass, tenant: Tenant | None = None) -> Slot | None:

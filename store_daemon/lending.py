@@ -91,6 +91,10 @@ class Lender:
         self._waiters: dict[LeaseId, list[asyncio.Future[None]]] = {}
         self._peer_ranges: dict[int, _PeerRanges] = {}
 
+    def set_times(self, times: LendingTimes) -> None:
+        """For grants from now on."""
+        self._times = times
+
     # ---- sessions ----
 
     def acquire(

@@ -88,11 +88,19 @@ class LocalServer:
                 path.chmod(0o660)
             self._inode = path.stat().st_ino
             self._server = await asyncio.get_running_loop().create_unix_server(
-                lambda: Connection(self, self._servicer, self._settings), sock=listener
+                lambda: Connection(self, self._servicer), sock=listener
             )
         except OSError as error:
             listener.close()
             raise PreflightError(f"cannot listen on {path}: {error.strerror}") from None
+
+    @property
+    def stage_seconds(self) -> float:
+        return self._settings.stage_seconds
+
+    def reconfigure(self, settings: DaemonSection) -> None:
+        """Another `stage_seconds`, for all sessions."""
+        self._settings = settings
 
     def admits(self, uid: int) -> bool:
         return uid in self._allowed
@@ -125,10 +133,9 @@ class LocalServer:
 class Connection(asyncio.Protocol):
     """One client. Its session begins with HELLO, its first frame."""
 
-    def __init__(self, server: LocalServer, servicer: Servicer, settings: DaemonSection) -> None:
+    def __init__(self, server: LocalServer, servicer: Servicer) -> None:
         self._server = server
         self._servicer = servicer
-        self._settings = settings
         self._transport: asyncio.Transport
         self._buffer = bytearray()
         self._session: Session | None = None
@@ -191,7 +198,7 @@ class Connection(asyncio.Protocol):
         return (
             self._session is not None
             and bool(self._session.stages)
-            and now - self._last_heard > self._settings.stage_seconds
+            and now - self._last_heard > self._server.stage_seconds
         )
 
     def cut(self, why: str) -> None:

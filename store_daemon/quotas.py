@@ -14,7 +14,7 @@ from store_daemon.block import Block
 from store_daemon.catalog import BlockCatalog
 from store_daemon.config import DaemonSettings
 from store_daemon.eviction import EvictionQueue
-from store_daemon.tenants import Tenant, TenantBook, quota_of
+from store_daemon.tenants import Quota, Tenant, TenantBook, quota_of
 from store_daemon.tiers.slots import SizeClass
 
 MOST_EVICTED = 256
@@ -95,10 +95,27 @@ class QuotaEviction:
 
 def tenants_of(settings: DaemonSettings) -> TenantBook:
     """The tenants with the quotas that are configured."""
-    return TenantBook(
-        quota_of(settings.dram.tenant_quota_bytes, settings.ssd.tenant_quota_bytes),
-        {
-            SaltId(bytes.fromhex(salt_id)): quota_of(own.dram_bytes, own.ssd_bytes)
-            for salt_id, own in settings.tenants.items()
-        },
-    )
+    return TenantBook(_default_quota(settings), _own_quotas(settings))
+
+
+def change_quotas(tenants: TenantBook, old: DaemonSettings, new: DaemonSettings) -> None:
+    """Set what differs between two configurations; what an operator has set besides stays."""
+    before, after = _own_quotas(old), _own_quotas(new)
+    if _default_quota(old) != _default_quota(new):
+        tenants.set_default(_default_quota(new))
+    for salt_id in before.keys() - after.keys():
+        tenants.drop_quota(salt_id)
+    for salt_id, quota in after.items():
+        if before.get(salt_id) != quota:
+            tenants.set_quota(salt_id, quota)
+
+
+def _default_quota(settings: DaemonSettings) -> Quota:
+    return quota_of(settings.dram.tenant_quota_bytes, settings.ssd.tenant_quota_bytes)
+
+
+def _own_quotas(settings: DaemonSettings) -> dict[SaltId, Quota]:
+    return {
+        SaltId(bytes.fromhex(salt_id)): quota_of(own.dram_bytes, own.ssd_bytes)
+        for salt_id, own in settings.tenants.items()
+    }

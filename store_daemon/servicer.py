@@ -86,6 +86,10 @@ class Servicer:
         # By number: an enum's own hash is slow.
         self._calls = {int(method): call for method, call in calls.items()}
 
+    def reconfigure(self, settings: DaemonSection) -> None:
+        """What sessions are told from now on."""
+        self._settings = settings
+
     # ---- sessions ----
 
     def open_session(self, payload: bytes) -> Session:

@@ -41,7 +41,7 @@ from store_daemon.namespaces import NamespaceBook
 from store_daemon.operations import Operations
 from store_daemon.ports import EventSink, PeerGrant, Puller, PullRoom
 from store_daemon.prefetching import NOTHING, Scheduled
-from store_daemon.quotas import tenants_of
+from store_daemon.quotas import change_quotas, tenants_of
 from store_daemon.sessions import Probed, Session, Staged, StagedPart, TierState, stage_state
 from store_daemon.staged_run import StagedRun
 from store_daemon.tenants import Tenant
@@ -187,6 +187,17 @@ class BlockStore:
     def set_puller(self, puller: Puller | None) -> None:
         """Peers to bring missing blocks from; None: there are none."""
         self.lender.pulls.puller = puller
+
+    def reconfigure(self, settings: DaemonSettings) -> None:
+        """Go on with other settings; only those that `live_settings` names may differ."""
+        daemon = settings.daemon
+        self.lender.set_times(LendingTimes(daemon.lease_seconds, daemon.peer_timeout_seconds))
+        self.holdings.reconfigure(settings.dram)
+        change_quotas(self.holdings.tenants, self._settings, settings)
+        if self.writeback is not None:
+            self.writeback.limit_to(settings.ssd.queue_blocks)
+        self._settings = settings
+        self._trim_soon()
 
     # ---- sessions ----
 

@@ -193,6 +193,13 @@ class TenantBook:
         if tenant.is_over_dram:
             self._over[salt_id] = tenant
 
+    def drop_quota(self, salt_id: SaltId) -> None:
+        """Back to what all have that have none of their own."""
+        tenant = self._tenants.get(salt_id)
+        if tenant is not None:
+            self.set_quota(salt_id, self._default)
+            tenant.has_own_quota = False
+
     def set_default(self, quota: Quota) -> None:
         """The quota of all who have none of their own, from now on. O(tenants)."""
         self._default = quota

@@ -51,6 +51,8 @@ class WritebackQueue:
         self._namespaces = namespaces
         self._ssd = ssd
         self._limit = queue_blocks
+        self._most = queue_blocks
+        """No more than this wait; above the limit only while it was lowered under them."""
         self._executor = executor
         self._waiting: deque[Block] = deque()
         self._queued: set[Block] = set()
@@ -60,6 +62,10 @@ class WritebackQueue:
 
     def __len__(self) -> int:
         return len(self._queued)
+
+    def limit_to(self, queue_blocks: int) -> None:
+        """Another limit for what is offered from now on."""
+        self._limit, self._most = queue_blocks, max(queue_blocks, len(self._queued))
 
     def offer(self, block: Block) -> None:
         """Queue a block, unless all it has in DRAM is on SSD or it is queued already."""
@@ -103,7 +109,7 @@ class WritebackQueue:
 
     def check_integrity(self) -> None:
         assert set(self._waiting) <= self._queued
-        assert len(self._queued) <= self._limit
+        assert len(self._queued) <= self._most
 
     async def write_batch(self) -> None:
         """Forget the rows that wait for it and write the oldest blocks. Not to be cancelled."""

@@ -208,3 +208,52 @@ def test_a_policy_that_breaks_is_replaced_by_lru_and_counted_once(
     assert healthy.failures == 0
     assert [record.levelname for record in caplog.records] == ["ERROR"]
     assert broken.take_victims() == healthy.take_victims()
+
+
+@pytest.mark.parametrize("after", sorted(POLICIES))
+def test_another_policy_takes_over_what_is_there(
+    make: Callable[[], EvictionDouble], after: str
+) -> None:
+    double = make()
+    rng = random.Random(3)
+    for _ in range(200):
+        double.now += 1.5
+        double.request(double.hashes(rng.randrange(12), rng.randint(1, 8), 2), capacity=40)
+    held = double.request(double.hashes(3, 4, 2), capacity=40)
+    double.catalog.pin(held[-1])
+    double.queue.use(POLICIES[after](), double.catalog.blocks.values())
+    double.check()
+    for _ in range(200):
+        double.now += 1.5
+        double.request(double.hashes(rng.randrange(12), rng.randint(1, 8), 2), capacity=40)
+        assert held[-1].in_dram
+    double.check()
+    double.catalog.unpin([held[-1]])
+    double.evict(1000)
+    double.check()
+    assert not double.catalog.blocks, "something that may go was not found"
+    assert double.failures == 0
+
+
+class BrokenAtStart(LruPolicy):
+    def __init__(self, after: int) -> None:
+        self._left = after
+
+    def entered(self, block: Block) -> None:
+        self._left -= 1
+        if self._left < 0:
+            raise RuntimeError("this policy is broken")
+
+
+@pytest.mark.parametrize("after", [0, 1, 7])
+def test_a_policy_that_breaks_while_it_takes_over_is_replaced(
+    make: Callable[[], EvictionDouble], after: int
+) -> None:
+    double = make()
+    for session in range(5):
+        double.request(double.hashes(session, 4), capacity=100)
+    double.queue.use(BrokenAtStart(after), double.catalog.blocks.values())
+    assert double.failures == 1
+    double.check()
+    double.evict(1000)
+    assert not double.catalog.blocks
