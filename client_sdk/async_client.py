@@ -215,6 +215,7 @@ class AsyncClient:
         *,
         policy: AcquirePolicy = AcquirePolicy.TIMEOUT,
         deadline_seconds: float | None = None,
+        recompute_seconds_per_block: float | None = None,
     ) -> AsyncLease:
         """As `SyncClient.acquire`."""
         if deadline_seconds is None:
@@ -224,6 +225,7 @@ class AsyncClient:
             hashes=pack_hashes(hashes),
             policy=int(policy),  # type: ignore[arg-type]
             deadline_seconds=check_seconds(deadline_seconds),
+            recompute_seconds_per_block=check_seconds(recompute_seconds_per_block or 0.0),
         )
         session = await self._ready()
         sent_at = time.monotonic()

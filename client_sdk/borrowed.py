@@ -70,6 +70,8 @@ class LeasedBlocks:
         self._sources = b""
         self.needed_from = 0
         """Number of the first block to be read."""
+        self.seconds_to_complete: float = granted.seconds_to_complete
+        """The daemon's estimate when it last answered; 0 when complete or not known."""
         self._session = session
         self._id = granted.lease_id
         self._offsets: list[int] = []
@@ -188,6 +190,7 @@ class LeasedBlocks:
         if answer.usable_blocks > self._usable_at_grant:
             raise SessionLostError("a lease grew while it was waited for")
         self.usable_blocks = min(self.usable_blocks, answer.usable_blocks)
+        self.seconds_to_complete = answer.seconds_to_complete
         if from_block == self.ready_blocks <= self.usable_blocks:  # nobody else waited meanwhile
             self._take(answer.offsets, answer.checksums, answer.ready_blocks, from_block)
             brought = self.ready_blocks - from_block

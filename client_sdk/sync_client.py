@@ -292,12 +292,15 @@ class SyncClient:
         *,
         policy: AcquirePolicy = AcquirePolicy.TIMEOUT,
         deadline_seconds: float | None = None,
+        recompute_seconds_per_block: float | None = None,
     ) -> Lease:
         """Lease the longest usable prefix of a chain; a miss is a lease over no block.
 
         Returns at once with what is in DRAM; the rest becomes ready while `Lease.wait` waits.
         `deadline_seconds` bounds how long the daemon goes on bringing blocks; by default the
-        client's `patience` does.
+        client's `patience` does. With `recompute_seconds_per_block`, what the engine needs to
+        compute a block, the lease is no longer than is worth waiting for, and shrinks when the
+        daemon finds its SSD or peers slower than that.
         """
         self._keep_beating()
         if deadline_seconds is None:
@@ -307,6 +310,7 @@ class SyncClient:
             hashes=pack_hashes(hashes),
             policy=int(policy),  # type: ignore[arg-type]
             deadline_seconds=check_seconds(deadline_seconds),
+            recompute_seconds_per_block=check_seconds(recompute_seconds_per_block or 0.0),
         )
         return self._connection.borrow(
             Method.ACQUIRE,

@@ -41,6 +41,8 @@ class Lease:
     expires_at: float
     needs: Needs
     """Which parts of the blocks its reader may read."""
+    recompute_seconds: float | None = None
+    """What computing a block anew costs its reader; None: it waits whatever that costs."""
     arrived: int = 0
     """Leading blocks whose needed parts can be read."""
     moved: int = 0

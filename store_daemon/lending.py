@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from emberkv_proto.errors import InvalidRequestError
 from emberkv_proto.types import AcquirePolicy, BlockHash, Source
 from store_daemon.block import Block, StoredNamespace
+from store_daemon.estimates import Estimates
 from store_daemon.holdings import Holdings
 from store_daemon.leases import (
     PEERS,
@@ -47,6 +48,14 @@ class LendingTimes:
 
 
 @dataclass(frozen=True, slots=True)
+class Readers:
+    """The threads that move blocks to DRAM."""
+
+    executor: Executor
+    threads: int
+
+
+@dataclass(frozen=True, slots=True)
 class _PeerRanges:
     """What a peer may read, sorted by offset; asked from transport threads."""
 
@@ -74,13 +83,14 @@ class Lender:
         self,
         holdings: Holdings,
         ssd: SsdTier | None,
-        readers: Executor,
+        readers: Readers,
         times: LendingTimes,
         clock: Callable[[], float],
     ) -> None:
         self.leases = LeaseTable()
-        self.promoter = Promoter(holdings, ssd, readers, self._settled)
-        self.pulls = Pulls(holdings)
+        self.promoter = Promoter(holdings, ssd, readers.executor, self._settled, clock)
+        self.pulls = Pulls(holdings, clock)
+        self.estimates = Estimates(self.promoter, self.pulls, readers.threads, clock)
         self.prefetches = Prefetcher(holdings, self.promoter, self.pulls, self._withdraw)
         self._holdings = holdings
         self._times = times
@@ -90,6 +100,9 @@ class Lender:
         self._timers: dict[LeaseId, asyncio.TimerHandle] = {}
         self._waiters: dict[LeaseId, list[asyncio.Future[None]]] = {}
         self._peer_ranges: dict[int, _PeerRanges] = {}
+        self._pulling: dict[LeaseId, asyncio.Task[None]] = {}
+        self._weighed: dict[LeaseId, Lease] = {}
+        """Leases in motion whose reader would rather compute than wait too long."""
 
     def set_times(self, times: LendingTimes) -> None:
         """For grants from now on."""
@@ -105,8 +118,12 @@ class Lender:
         policy: AcquirePolicy,
         deadline_seconds: float,
         target: PullTarget,
+        recompute_seconds: float | None = None,
     ) -> Lease | None:
         """Lease the usable prefix, and begin to bring what of it is not in DRAM; None: no hit.
+
+        With `recompute_seconds`, what the reader needs to compute a block, the lease is, and is
+        kept, no longer than is worth waiting for.
 
         Raises PoolFullError when the session holds too many leases.
         """
@@ -142,9 +159,14 @@ class Lender:
         counters["hit_blocks_ssd"] += sources.count(Source.SSD)
         if not lease.is_complete:
             seconds = min(deadline_seconds or DEFAULT_FILL_SECONDS, LONGEST_FILL_SECONDS)
+            lease.recompute_seconds = recompute_seconds
+            self._weigh(lease)
+        if not lease.is_complete:
             self._fill(lease, seconds)
-            if is_pulling and not lease.is_complete:
-                self.pulls.start(self._pull(lease, seconds, target))
+            if None in lease.blocks:
+                self._pulling[lease.id] = self.pulls.start(self._pull(lease, seconds, target))
+            if recompute_seconds is not None and not lease.is_complete:
+                self._weighed[lease.id] = lease
             holdings.publish()
         if not lease.usable:
             self.release(session, lease.id)
@@ -191,6 +213,12 @@ class Lender:
         for lease in self.leases.expire(self._clock()):
             self._holdings.counters["expired_leases"] += 1
             self._close(lease)
+
+    def reconsider(self) -> None:
+        """Give up what has become slower to wait for than to compute. O(leases in motion)."""
+        for lease in list(self._weighed.values()):
+            if not lease.is_ended:
+                self._weigh(lease)
 
     def prefetch(
         self,
@@ -284,6 +312,8 @@ class Lender:
         assert set(self._timers) <= live
         assert set(self._waiters) <= live
         assert set(self._peer_ranges) <= live
+        assert set(self._pulling) <= live
+        assert set(self._weighed) <= set(self._timers)
         for lease in self.leases:
             assert lease.is_complete or lease.id in self._timers, "a fill without a deadline"
         for waiting in self._interest.values():
@@ -344,6 +374,17 @@ class Lender:
         )
         lease.advance()
         return lease
+
+    def _weigh(self, lease: Lease) -> None:
+        """Shrink the lease to what is worth waiting for."""
+        if lease.recompute_seconds is None:
+            return
+        worth = self.estimates.usable_worth(lease, lease.recompute_seconds)
+        if worth < lease.usable:
+            before = lease.usable
+            gone = lease.shrink(worth) if lease.needs.is_divisible else lease.freeze()
+            self._holdings.counters["not_worth_blocks"] += before - lease.usable
+            self._give_up(lease, gone)
 
     def _fill(self, lease: Lease, seconds: float) -> None:
         """Start to bring what is not readable yet, with a deadline for all of it."""
@@ -414,6 +455,8 @@ class Lender:
             self._lose_interest(lease, block.hash)
         self._withdraw(gone)
         self._holdings.unpin(gone)
+        if lease.id in self._pulling and None not in lease.blocks:
+            self._stop_pulling(lease)
         if lease.is_complete:
             self._stop_filling(lease)
         self._wake(lease)
@@ -422,6 +465,7 @@ class Lender:
         timer = self._timers.pop(lease.id, None)
         if timer is not None:
             timer.cancel()
+            self._weighed.pop(lease.id, None)
             for block_hash in lease.hashes if self._interest else ():
                 self._lose_interest(lease, block_hash)
 
@@ -464,11 +508,19 @@ class Lender:
         """What every way a lease can end does."""
         self._peer_ranges.pop(lease.id, None)
         self._stop_filling(lease)
+        if lease.id in self._pulling:
+            self._stop_pulling(lease)
         held = [*filter(None, lease.blocks)]
         if self.promoter.in_flight:
             self._withdraw(held)
         self._holdings.unpin(held)
         self._wake(lease)
+
+    def _stop_pulling(self, lease: Lease) -> None:
+        """Nobody waits for the peer's blocks any more; what has landed stays."""
+        task = self._pulling.pop(lease.id)
+        if task is not asyncio.current_task():
+            task.cancel()
 
     async def _pull(self, lease: Lease, seconds: float, target: PullTarget) -> None:
         """Bring the lease's missing runs from peers, one after the other."""

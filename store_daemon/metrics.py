@@ -5,6 +5,7 @@ Values are read from the store when they are asked for; nothing is counted twice
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -13,6 +14,7 @@ from prometheus_client.registry import Collector
 from client_sdk import faults
 from emberkv_proto.types import Tier
 from store_daemon.catalog import STORED_TIERS
+from store_daemon.facts import source_speeds
 from store_daemon.store import BlockStore
 
 COUNTERS = {
@@ -25,6 +27,7 @@ COUNTERS = {
     "evicted_parts": ("evicted_parts", {"to": "nowhere"}),
     "demoted_parts": ("evicted_parts", {"to": "ssd"}),
     "promoted_blocks": ("promoted_blocks", {}),
+    "not_worth_blocks": ("not_worth_blocks", {}),
     "withdrawn_moves": ("withdrawn_moves", {}),
     "prefetched_blocks": ("prefetched_blocks", {}),
     "cancelled_prefetches": ("ended_prefetches", {"by": "cancel"}),
@@ -86,11 +89,26 @@ class StoreCollector(Collector):
         }
         for name, (text, value) in gauges.items():
             yield GaugeMetricFamily(PREFIX + name, text, value=value)
+        yield from self._speeds()
         yield CounterMetricFamily(
             PREFIX + "hole_blocks",
             "Blocks that came while their parent was in no tier.",
             value=store.holdings.catalog.holes,
         )
+
+    def _speeds(self) -> Iterator[Metric]:
+        rate = GaugeMetricFamily(
+            PREFIX + "read_bytes_per_second",
+            "Median over the last reads, each while others go on beside it; 0: none lately.",
+            labels=["source"],
+        )
+        seconds = GaugeMetricFamily(
+            PREFIX + "read_seconds", "Median time of the last reads.", labels=["source"]
+        )
+        for speed in source_speeds(self._store, time.monotonic()):
+            rate.add_metric([speed.source], speed.bytes_per_second)
+            seconds.add_metric([speed.source], speed.read_seconds)
+        yield from (rate, seconds)
 
     def _tiers(self) -> Iterator[Metric]:
         blocks = GaugeMetricFamily(PREFIX + "blocks", "Resident blocks.", labels=["tier"])

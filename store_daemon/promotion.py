@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
 from concurrent.futures import Future as ConcurrentFuture
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from client_sdk import faults
 from emberkv_proto.errors import CorruptionError
 from emberkv_proto.hashing import checksum
+from store_daemon.bandwidth import ReadSpeed
 from store_daemon.block import Block
 from store_daemon.holdings import Holdings
 from store_daemon.tiers.slots import Slot
@@ -35,6 +37,15 @@ class _Move:
     rows: dict[int, SsdRow]
     work: ConcurrentFuture[None]
     settled: asyncio.Future[None]
+    stopwatch: _Stopwatch
+
+
+@dataclass(slots=True)
+class _Stopwatch:
+    """When a thread began and ended a move; it writes, the loop reads."""
+
+    began: float | None = None
+    seconds: float | None = None
 
 
 class Promoter:
@@ -43,6 +54,7 @@ class Promoter:
     Args:
         on_settled: told, on the loop, of each block that was moved and whether it can be read now.
             Not told of withdrawn moves.
+        clock: monotonic seconds; says how old a measured speed is.
     """
 
     def __init__(
@@ -51,12 +63,16 @@ class Promoter:
         ssd: SsdTier | None,
         executor: Executor,
         on_settled: Callable[[Block, bool], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._holdings = holdings
         self._ssd = ssd
         self._executor = executor
         self._on_settled = on_settled
+        self._clock = clock
         self._moving: dict[Block, _Move] = {}
+        self.speed = ReadSpeed()
+        """Of reads from SSD, a block's parts together, its checksums included."""
 
     @property
     def in_flight(self) -> int:
@@ -64,6 +80,16 @@ class Promoter:
 
     def is_moving(self, block: Block) -> bool:
         return block in self._moving
+
+    @property
+    def stalled_seconds(self) -> float:
+        """For how long the oldest read that a thread is at has been going on. O(moves)."""
+        began = [
+            move.stopwatch.began
+            for move in self._moving.values()
+            if move.rows and move.stopwatch.began is not None and move.stopwatch.seconds is None
+        ]
+        return time.perf_counter() - min(began) if began else 0.0
 
     def bring(self, block: Block, parts: Iterable[int]) -> bool:
         """Begin to make these parts readable in DRAM; False when that is not possible now.
@@ -107,6 +133,7 @@ class Promoter:
 
     def check_integrity(self) -> None:
         """Assert that each move holds its block, and that what it fills is nobody else's."""
+        self.speed.check_integrity()
         slots: set[int] = set()
         for block, move in self._moving.items():
             assert move.block is block
@@ -127,8 +154,9 @@ class Promoter:
         job: Callable[[], None],
     ) -> None:
         self._holdings.catalog.pin(block)
-        work = self._executor.submit(job)
-        move = _Move(block, slots, rows, work, asyncio.wrap_future(work))
+        stopwatch = _Stopwatch()
+        work = self._executor.submit(_timed, job, stopwatch)
+        move = _Move(block, slots, rows, work, asyncio.wrap_future(work), stopwatch)
         self._moving[block] = move
         move.settled.add_done_callback(lambda done: self._finish(move))
 
@@ -139,6 +167,9 @@ class Promoter:
         del self._moving[block]
         error = move.settled.exception()
         is_readable = False
+        if error is None and move.rows and move.stopwatch.seconds is not None:
+            read_bytes = sum(row.length for row in move.rows.values())
+            self.speed.measured(read_bytes, move.stopwatch.seconds, self._clock())
         try:
             if not move.slots:
                 is_readable = self._finish_verify(block, error)
@@ -192,6 +223,14 @@ class Promoter:
             with self._holdings.pool.payload(slot) as payload:
                 if checksum(payload) != slot.checksum:
                     raise CorruptionError(f"slot at {slot.offset}: checksum does not match")
+
+
+def _timed(job: Callable[[], None], stopwatch: _Stopwatch) -> None:
+    began = stopwatch.began = time.perf_counter()
+    try:
+        job()
+    finally:
+        stopwatch.seconds = time.perf_counter() - began
 
 
 def _can_land(block: Block, rows: dict[int, SsdRow]) -> bool:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Sequence
+import time
+from collections.abc import Callable, Coroutine, Sequence
 
 from emberkv_proto.types import BlockHash
+from store_daemon.bandwidth import ReadSpeed
 from store_daemon.block import StoredNamespace
 from store_daemon.holdings import Holdings
 from store_daemon.ports import Puller, PullTarget
@@ -17,8 +19,12 @@ log = logging.getLogger(__name__)
 class Pulls:
     """Who pulls from peers. Without a puller there are none. Belongs to one event loop."""
 
-    def __init__(self, holdings: Holdings) -> None:
+    def __init__(self, holdings: Holdings, clock: Callable[[], float]) -> None:
+        """`clock`: monotonic seconds; says how old a measured speed is."""
         self.puller: Puller | None = None
+        self.speed = ReadSpeed()
+        """Of runs from peers: asking the index and leasing included."""
+        self._clock = clock
         self._holdings = holdings
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -32,8 +38,13 @@ class Pulls:
     ) -> None:
         """Land what comes of the run within `seconds`. Cancelling it is safe at any point."""
         assert self.puller is not None
-        if seconds > 0:
-            await self.puller.pull(namespace.namespace, parent, hashes, target, seconds)
+        if seconds <= 0:
+            return
+        began = time.perf_counter()
+        landed = await self.puller.pull(namespace.namespace, parent, hashes, target, seconds)
+        if landed:
+            took_seconds = time.perf_counter() - began
+            self.speed.measured(landed * namespace.block_bytes, took_seconds, self._clock())
 
     def start(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         """Let `work`, which ends by its own deadline, run beside the calls."""

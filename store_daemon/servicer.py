@@ -26,6 +26,7 @@ from emberkv_proto.types import AcquirePolicy, Incarnation, NodeId
 from emberkv_proto.v1 import common_pb2, store_pb2
 from emberkv_proto.wire import METHODS, PROTOCOL, Method
 from store_daemon.config import DaemonSection
+from store_daemon.facts import status_facts
 from store_daemon.leases import Lease, LeaseId
 from store_daemon.sessions import Session
 from store_daemon.store import BlockStore
@@ -163,6 +164,7 @@ class Servicer:
             checksums=places.checksums,
             sources=bytes(lease.sources[start : lease.ready]),
             needed_from=lease.needs.starts[session.part],
+            seconds_to_complete=self.store.lender.estimates.seconds_to_complete(lease),
         ).SerializeToString()
 
     def status(self) -> store_pb2.StatusResponse:
@@ -194,6 +196,7 @@ class Servicer:
             counters={
                 **{name: float(count) for name, count in store.holdings.counters.items()},
                 **{f"fault_{name}": float(count) for name, count in faults.acted().items()},
+                **dict(status_facts(store, time.monotonic())),
             },
             version=__version__,
         )
@@ -219,6 +222,7 @@ class Servicer:
             hashes_from_wire(request.hashes),
             _policy(request.policy),
             _seconds(request.deadline_seconds, "deadline_seconds"),
+            _seconds(request.recompute_seconds_per_block, "recompute_seconds_per_block") or None,
         )
         if lease is None:
             return store_pb2.AcquireResponse()
@@ -232,6 +236,7 @@ class Servicer:
             checksums=places.checksums,
             sources=bytes(lease.sources),
             needed_from=lease.needs.starts[session.part],
+            seconds_to_complete=self.store.lender.estimates.seconds_to_complete(lease),
         )
 
     def _release(self, session: Session, request: Message) -> Message:

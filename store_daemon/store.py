@@ -35,7 +35,7 @@ from store_daemon.config import DaemonSettings
 from store_daemon.holdings import Holdings
 from store_daemon.leases import PEERS as PEERS
 from store_daemon.leases import Lease, LeaseId, SessionId
-from store_daemon.lending import Lender, LendingTimes
+from store_daemon.lending import Lender, LendingTimes, Readers
 from store_daemon.local_index import LocalIndex
 from store_daemon.namespaces import NamespaceBook
 from store_daemon.operations import Operations
@@ -82,7 +82,8 @@ class BlockStore:
         self._readers = ThreadPoolExecutor(settings.ssd.io_threads, "ember-read")
         self._writer = ThreadPoolExecutor(1, "ember-write")
         times = LendingTimes(settings.daemon.lease_seconds, settings.daemon.peer_timeout_seconds)
-        self.lender = Lender(self.holdings, ssd, self._readers, times, clock)
+        readers = Readers(self._readers, settings.ssd.io_threads)
+        self.lender = Lender(self.holdings, ssd, readers, times, clock)
         self.writeback = (
             WritebackQueue(
                 self.holdings, self._namespaces, ssd, settings.ssd.queue_blocks, self._writer
@@ -355,11 +356,14 @@ class BlockStore:
         hashes: Sequence[BlockHash],
         policy: AcquirePolicy,
         deadline_seconds: float,
+        recompute_seconds: float | None = None,
     ) -> Lease | None:
         """Lease the usable prefix; None when there is none. See `lending.Lender.acquire`."""
         if self.is_draining:
             raise DrainingError("the daemon is shutting down and lends no more")
-        return self.lender.acquire(session.id, session.own, hashes, policy, deadline_seconds, self)
+        return self.lender.acquire(
+            session.id, session.own, hashes, policy, deadline_seconds, self, recompute_seconds
+        )
 
     async def wait(
         self, session: Session, lease_id: LeaseId, from_block: int, timeout_seconds: float
@@ -576,6 +580,7 @@ class BlockStore:
         """Expire leases and wake resting slots. Called every TICK_SECONDS."""
         now = self._clock()
         self.lender.expire()
+        self.lender.reconsider()
         self.holdings.expire_pins(now)
         self.operations.forget_lost_pins()
         rested = [slot for until, slot in self._limbo if now >= until]

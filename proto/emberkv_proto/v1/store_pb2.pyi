@@ -78,17 +78,19 @@ class ProbeResponse(_message.Message):
     def __init__(self, hit_blocks: _Optional[int] = ..., tiers: _Optional[bytes] = ...) -> None: ...
 
 class AcquireRequest(_message.Message):
-    __slots__ = ("hashes", "policy", "deadline_seconds")
+    __slots__ = ("hashes", "policy", "deadline_seconds", "recompute_seconds_per_block")
     HASHES_FIELD_NUMBER: _ClassVar[int]
     POLICY_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    RECOMPUTE_SECONDS_PER_BLOCK_FIELD_NUMBER: _ClassVar[int]
     hashes: bytes
     policy: AcquirePolicy
     deadline_seconds: float
-    def __init__(self, hashes: _Optional[bytes] = ..., policy: _Optional[_Union[AcquirePolicy, str]] = ..., deadline_seconds: _Optional[float] = ...) -> None: ...
+    recompute_seconds_per_block: float
+    def __init__(self, hashes: _Optional[bytes] = ..., policy: _Optional[_Union[AcquirePolicy, str]] = ..., deadline_seconds: _Optional[float] = ..., recompute_seconds_per_block: _Optional[float] = ...) -> None: ...
 
 class AcquireResponse(_message.Message):
-    __slots__ = ("lease_id", "expires_in_seconds", "usable_blocks", "ready_blocks", "offsets", "checksums", "sources", "needed_from")
+    __slots__ = ("lease_id", "expires_in_seconds", "usable_blocks", "ready_blocks", "offsets", "checksums", "sources", "needed_from", "seconds_to_complete")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     EXPIRES_IN_SECONDS_FIELD_NUMBER: _ClassVar[int]
     USABLE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -97,6 +99,7 @@ class AcquireResponse(_message.Message):
     CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
     SOURCES_FIELD_NUMBER: _ClassVar[int]
     NEEDED_FROM_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_TO_COMPLETE_FIELD_NUMBER: _ClassVar[int]
     lease_id: int
     expires_in_seconds: float
     usable_blocks: int
@@ -105,7 +108,8 @@ class AcquireResponse(_message.Message):
     checksums: bytes
     sources: bytes
     needed_from: int
-    def __init__(self, lease_id: _Optional[int] = ..., expires_in_seconds: _Optional[float] = ..., usable_blocks: _Optional[int] = ..., ready_blocks: _Optional[int] = ..., offsets: _Optional[bytes] = ..., checksums: _Optional[bytes] = ..., sources: _Optional[bytes] = ..., needed_from: _Optional[int] = ...) -> None: ...
+    seconds_to_complete: float
+    def __init__(self, lease_id: _Optional[int] = ..., expires_in_seconds: _Optional[float] = ..., usable_blocks: _Optional[int] = ..., ready_blocks: _Optional[int] = ..., offsets: _Optional[bytes] = ..., checksums: _Optional[bytes] = ..., sources: _Optional[bytes] = ..., needed_from: _Optional[int] = ..., seconds_to_complete: _Optional[float] = ...) -> None: ...
 
 class WaitRequest(_message.Message):
     __slots__ = ("lease_id", "from_block", "timeout_seconds")
@@ -118,20 +122,22 @@ class WaitRequest(_message.Message):
     def __init__(self, lease_id: _Optional[int] = ..., from_block: _Optional[int] = ..., timeout_seconds: _Optional[float] = ...) -> None: ...
 
 class WaitResponse(_message.Message):
-    __slots__ = ("usable_blocks", "ready_blocks", "offsets", "checksums", "sources", "needed_from")
+    __slots__ = ("usable_blocks", "ready_blocks", "offsets", "checksums", "sources", "needed_from", "seconds_to_complete")
     USABLE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     READY_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     OFFSETS_FIELD_NUMBER: _ClassVar[int]
     CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
     SOURCES_FIELD_NUMBER: _ClassVar[int]
     NEEDED_FROM_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_TO_COMPLETE_FIELD_NUMBER: _ClassVar[int]
     usable_blocks: int
     ready_blocks: int
     offsets: bytes
     checksums: bytes
     sources: bytes
     needed_from: int
-    def __init__(self, usable_blocks: _Optional[int] = ..., ready_blocks: _Optional[int] = ..., offsets: _Optional[bytes] = ..., checksums: _Optional[bytes] = ..., sources: _Optional[bytes] = ..., needed_from: _Optional[int] = ...) -> None: ...
+    seconds_to_complete: float
+    def __init__(self, usable_blocks: _Optional[int] = ..., ready_blocks: _Optional[int] = ..., offsets: _Optional[bytes] = ..., checksums: _Optional[bytes] = ..., sources: _Optional[bytes] = ..., needed_from: _Optional[int] = ..., seconds_to_complete: _Optional[float] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
     __slots__ = ("lease_ids",)

@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+from statistics import median
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from store_daemon.bandwidth import ReadSpeed
+
+MIB = 1 << 20
+
+
+def test_nothing_is_known_of_what_was_not_read() -> None:
+    speed = ReadSpeed()
+    assert speed.bytes_per_second(0.0) is None
+    assert speed.read_seconds(0.0) is None
+    assert speed.seconds_for(MIB, 0.0) is None
+    speed.check_integrity()
+
+
+def test_a_few_stalls_and_cache_hits_do_not_count() -> None:
+    speed = ReadSpeed()
+    for number in range(20):
+        speed.measured(MIB, 0.001, float(number))
+    for seconds in (5.0, 0.000001, 7.0):
+        speed.measured(MIB, seconds, 20.0)
+    assert speed.bytes_per_second(20.0) == pytest.approx(MIB / 0.001)
+    assert speed.seconds_for(4 * MIB, 20.0) == pytest.approx(0.004)
+
+
+def test_a_drive_that_became_slow_is_noticed_and_later_tried_again() -> None:
+    speed = ReadSpeed(samples=4, memory_seconds=10.0)
+    for number in range(4):
+        speed.measured(MIB, 0.001, float(number))
+    for number in range(4, 7):
+        speed.measured(MIB, 1.0, float(number))
+    assert speed.seconds_for(MIB, 6.0) == pytest.approx(1.0)
+    assert speed.seconds_for(MIB, 16.0) == pytest.approx(1.0), "the last one is 10 s old"
+    assert speed.seconds_for(MIB, 16.1) is None, "unknown, so it is worth a try"
+
+
+READS = st.lists(
+    st.tuples(st.integers(1, 1 << 30), st.floats(1e-6, 100.0), st.floats(0.0, 20.0)), max_size=30
+)
+
+
+@given(reads=READS, samples=st.integers(1, 8), memory=st.floats(0.0, 40.0))
+def test_it_is_the_median_of_the_last_reads_that_are_remembered(
+    reads: list[tuple[int, float, float]], samples: int, memory: float
+) -> None:
+    speed = ReadSpeed(samples, memory)
+    now, kept = 0.0, []
+    for read_bytes, seconds, pause in reads:
+        now += pause
+        speed.measured(read_bytes, seconds, now)
+        kept.append((now, read_bytes / seconds, seconds))
+        speed.check_integrity()
+    remembered = [entry for entry in kept[-samples:] if now - entry[0] <= memory]
+    wanted = median(rate for _, rate, _ in remembered) if remembered else None
+    assert speed.bytes_per_second(now) == wanted
+    assert speed.read_seconds(now) == (median(s for *_, s in remembered) if remembered else None)
