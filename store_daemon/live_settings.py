@@ -73,14 +73,14 @@ def with_live_changes(old: DaemonSettings, new: DaemonSettings) -> DaemonSetting
 
     Raises ConfigError when the new values do not fit the old ones that stay.
     """
-    values = old.model_dump(mode="json")
+    values = old.model_dump(mode="json", exclude_unset=True)
     wanted = new.model_dump(mode="json")
     for section in LIVE_SECTIONS:
         values[section] = wanted[section]
     for change in compare(old, new).live:
         section, _, key = change.key.partition(".")
         if section not in LIVE_SECTIONS:
-            values[section][key] = wanted[section][key]
+            values.setdefault(section, {})[key] = wanted[section][key]
     try:
         return DaemonSettings.model_validate(values)
     except ValidationError as error:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import logging
 import re
 import shutil
@@ -33,6 +32,7 @@ from emberkv_proto.types import (
     NamespaceId,
 )
 from store_daemon.files import DirectoryLock, write_durably
+from store_daemon.marker import claim_directory
 from store_daemon.tiers.drive_marker import KnownDrive
 from store_daemon.tiers.segments import SsdRow
 
@@ -83,7 +83,7 @@ class LocalIndex:
         lock = DirectoryLock(data_dir, "daemon.data_dir")
         index = cls(data_dir, node_id, lock)
         try:
-            known = _check_marker(data_dir / "marker.json", node_id)
+            known = claim_directory(data_dir, node_id, DATA_FORMAT, "daemon.data_dir")
             (data_dir / "namespaces").mkdir(mode=0o700, exist_ok=True)
             index._load_namespaces()
             index._open_or_replace_database(expected=known)
@@ -392,34 +392,3 @@ class LocalIndex:
 
 def _row_key(row: SsdRow) -> bytes:
     return _ROW_PREFIX + row.namespace_id + row.block_hash + row.part.to_bytes(4, "big")
-
-
-def _check_marker(path: Path, node_id: str) -> bool:
-    """Whether this directory was used before. Writes the marker if it is new.
-
-    Raises:
-        PreflightError: it belongs to another node or another format.
-    """
-    try:
-        marker = json.loads(path.read_bytes())
-        owner, version = marker["node_id"], marker["format"]
-    except FileNotFoundError:
-        content = {"format": DATA_FORMAT, "node_id": node_id}
-        write_durably(path, json.dumps(content, sort_keys=True).encode())
-        return False
-    except (ValueError, KeyError, TypeError) as error:
-        raise PreflightError(
-            f"{path} is not a marker of ours ({error}); remove it if the directory belongs to"
-            f" node {node_id}, or set daemon.data_dir to another one"
-        ) from error
-    if version != DATA_FORMAT:
-        raise PreflightError(
-            f"{path.parent} has data format {version}, this daemon writes {DATA_FORMAT};"
-            " set daemon.data_dir to an empty directory"
-        )
-    if owner != node_id:
-        raise PreflightError(
-            f"{path.parent} belongs to node {owner!r}, this is node {node_id!r};"
-            " set node.id back or daemon.data_dir to this node's directory"
-        )
-    return True

@@ -34,6 +34,12 @@ POOL_HEADER_BYTES = 4096
 EXTENT_HEADER_BYTES = 4096
 SLOT_HEADER_BYTES = 128
 
+POOL_WRITER_OFFSET = 128
+POOL_WRITER_BYTES = 32
+"""Where the version of the program stands that made the file: ASCII, filled with zeros."""
+
+# Of every layout there will be: the file begins with the magic and the layout's version.
+_POOL_PREFIX = struct.Struct("<8sI")
 _POOL = struct.Struct("<8sIIQQQ16s16s")
 _EXTENT = struct.Struct("<8sIIIIQQ16s")
 _SLOT = struct.Struct("<IIQQQII32s32s")
@@ -83,6 +89,26 @@ class PoolHeader:
         if magic != POOL_MAGIC or version != LAYOUT_VERSION:
             raise CorruptionError(f"pool header: magic {magic!r} version {version} is not ours")
         return PoolHeader(extent_bytes, count, incarnation, boot, node)
+
+
+def pool_layout(raw: bytes | memoryview) -> int | None:
+    """The layout version of a pool file by its first bytes; None: they are not a pool's."""
+    if len(raw) < _POOL_PREFIX.size:
+        return None
+    magic, version = _POOL_PREFIX.unpack_from(raw)
+    return int(version) if magic == POOL_MAGIC else None
+
+
+def pack_pool_writer(version: str) -> bytes:
+    """What stands at POOL_WRITER_OFFSET, behind the pool header."""
+    return version.encode("ascii", "replace")[:POOL_WRITER_BYTES].ljust(POOL_WRITER_BYTES, b"\0")
+
+
+def pool_writer(raw: bytes | memoryview) -> str:
+    """The version that made a pool file, by its first page; empty when it does not say."""
+    text = bytes(raw[POOL_WRITER_OFFSET : POOL_WRITER_OFFSET + POOL_WRITER_BYTES]).rstrip(b"\0")
+    decoded = text.decode("ascii", "replace")
+    return decoded if decoded.isprintable() else ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,14 @@ import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
+from emberkv_proto import __version__
 from emberkv_proto.errors import PreflightError
 from store_daemon.files import write_durably
+from store_daemon.marker import UNKNOWN_WRITER, format_refusal
+from store_daemon.tiers.segments import FORMAT_VERSION, segment_format, segment_number
 
 MARKER_FORMAT = 1
+"""Of the directory: it grows when the segments' format does."""
 MARKER_NAME = "drive.json"
 WEAR_NAME = "written-bytes"
 ADOPT_NAME = "adopt"
@@ -80,17 +84,28 @@ def read_marker(directory: Path) -> DriveMarker | None:
             " node, or set ssd.path to another one"
         ) from error
     if version != MARKER_FORMAT:
+        writer = str(content.get("version", UNKNOWN_WRITER))
         raise PreflightError(
-            f"{path} has format {version}, this daemon writes {MARKER_FORMAT};"
-            " set ssd.path to an empty directory"
+            format_refusal(str(directory), writer, version, MARKER_FORMAT, "ssd.path")
         )
     return DriveMarker(drive_id, node_id)
 
 
 def create_marker(directory: Path, node_id: str) -> DriveMarker:
-    """Mark a directory as a drive of this node, durably. Raises OSError."""
+    """Mark a directory as a drive of this node, durably.
+
+    Raises:
+        PreflightError: segments of another format lie there.
+        OSError: it cannot be written.
+    """
+    _refuse_other_segments(directory)
     marker = DriveMarker(secrets.token_hex(16), node_id)
-    content = {"drive_id": marker.drive_id, "format": MARKER_FORMAT, "node_id": node_id}
+    content = {
+        "drive_id": marker.drive_id,
+        "format": MARKER_FORMAT,
+        "node_id": node_id,
+        "version": __version__,
+    }
     write_durably(directory / MARKER_NAME, json.dumps(content, sort_keys=True).encode())
     (directory / ADOPT_NAME).unlink(missing_ok=True)
     return marker
@@ -108,3 +123,17 @@ def read_wear(directory: Path) -> int:
 def write_wear(directory: Path, written_bytes: int) -> None:
     """Raises OSError; the earlier count then stays."""
     write_durably(directory / WEAR_NAME, b"%d\n" % written_bytes)
+
+
+def _refuse_other_segments(directory: Path) -> None:
+    """A directory that lost its marker may still hold another version's segments."""
+    for path in sorted(directory.iterdir()):
+        if segment_number(path.name) is None:
+            continue
+        with path.open("rb") as file:
+            found = segment_format(file.read(16))
+        if found is not None and found != FORMAT_VERSION:
+            what = str(directory)
+            raise PreflightError(
+                format_refusal(what, UNKNOWN_WRITER, found, FORMAT_VERSION, "ssd.path")
+            )

@@ -16,10 +16,13 @@ from pathlib import Path
 
 import blake3
 
+from emberkv_proto import __version__
 from emberkv_proto.errors import AccessDeniedError, CorruptionError, PreflightError
 from emberkv_proto.shm_layout import (
     EXTENT_HEADER_BYTES,
+    LAYOUT_VERSION,
     POOL_HEADER_BYTES,
+    POOL_WRITER_OFFSET,
     SLOT_HEADER_BYTES,
     STATE_OFFSET,
     ExtentHeader,
@@ -27,12 +30,16 @@ from emberkv_proto.shm_layout import (
     SlotHeader,
     SlotState,
     align_up,
+    pack_pool_writer,
     pack_slot,
     pack_state,
+    pool_layout,
+    pool_writer,
     slots_per_extent,
 )
 from emberkv_proto.types import BlockHash, Incarnation, NamespaceId, SaltId
 from store_daemon.config import MIB, DramSection
+from store_daemon.marker import UNKNOWN_WRITER, format_refusal
 from store_daemon.tiers.slots import Extent, SizeClass, Slot, SlotAllocator
 
 log = logging.getLogger(__name__)
@@ -84,7 +91,8 @@ class Pool:
 
         Raises:
             AccessDeniedError: another daemon uses the file.
-            PreflightError: the file system has no room for it, or refuses it.
+            PreflightError: the file system has no room for it or refuses it, or the file is no
+                pool, or one of another version's layout.
         """
         count = config.capacity_bytes // config.extent_bytes
         boot = read_boot_id() if boot_id is None else boot_id
@@ -97,6 +105,7 @@ class Pool:
                 f"pool file {config.path} cannot be opened: {error.strerror}"
             ) from None
         try:
+            _refuse_foreign(fd, config.path)
             is_ours = _is_ours(fd, size, config.extent_bytes, count, boot, node)
             if not is_ours:
                 fd = _replace(config.path, fd)
@@ -111,6 +120,8 @@ class Pool:
             pool.is_recovered = True
         header = PoolHeader(config.extent_bytes, count, incarnation, boot, node).pack()
         pool._view[: len(header)] = header
+        writer = pack_pool_writer(__version__)
+        pool._view[POOL_WRITER_OFFSET : POOL_WRITER_OFFSET + len(writer)] = writer
         return pool
 
     @property
@@ -291,6 +302,22 @@ def _open_locked(path: Path) -> int:
             f"another daemon ({holder}) uses the pool {path}; stop it or set another dram.path"
         ) from None
     return fd
+
+
+def _refuse_foreign(fd: int, path: Path) -> None:
+    """Raises PreflightError when the file is no pool, or one that another version must read."""
+    raw = os.pread(fd, POOL_HEADER_BYTES, 0)
+    if not any(raw[:8]):
+        return  # new, or a daemon ended before it wrote the header
+    layout = pool_layout(raw)
+    if layout is None:
+        raise PreflightError(
+            f"{path} is not a pool file, and is left as it is; move it away or set dram.path to"
+            " another file"
+        )
+    if layout != LAYOUT_VERSION:
+        writer = pool_writer(raw) or UNKNOWN_WRITER
+        raise PreflightError(format_refusal(str(path), writer, layout, LAYOUT_VERSION, "dram.path"))
 
 
 def _is_ours(fd: int, size: int, extent_bytes: int, count: int, boot: bytes, node: bytes) -> bool:

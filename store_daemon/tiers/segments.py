@@ -147,6 +147,15 @@ def pack_segment_header(number: int) -> bytes:
     return _with_crc(_SEGMENT.pack(_SEGMENT_MAGIC, FORMAT_VERSION, PAGE_BYTES, number))
 
 
+def segment_format(raw: bytes | memoryview) -> int | None:
+    """The format version of a segment file by its first bytes; None: they are not a segment's.
+
+    Of every format there will be: the file begins with the magic and the version.
+    """
+    magic, version = struct.unpack_from("<8sI", raw) if len(raw) >= 12 else (b"", 0)
+    return int(version) if magic == _SEGMENT_MAGIC else None
+
+
 def check_segment_header(raw: bytes | memoryview, number: int) -> None:
     """Raises CorruptionError unless `raw` begins with the header of segment `number`."""
     body = _checked(raw, _SEGMENT.size, "segment header")

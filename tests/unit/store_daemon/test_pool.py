@@ -87,6 +87,7 @@ def test_a_broken_pool_header_starts_cold(tmp_path: Path) -> None:
     fill(pool)
     pool.close()
     with (tmp_path / "pool").open("r+b") as file:
+        file.seek(20)
         file.write(b"nonsense")
     cold = open_pool(tmp_path)
     assert not cold.is_recovered
