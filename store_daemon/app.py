@@ -50,6 +50,8 @@ ENDPOINTS_FILE = "endpoints.json"
 POLL_SECONDS = 0.05
 SILENCE_CHECK_SECONDS = 1.0
 GRPC_GRACE_SECONDS = 1.0
+COLLECTOR_THRESHOLDS = (5_000, 20, 100)
+"""See `gc.set_threshold`. The default visits each new block again and again."""
 
 
 class _Closable(Protocol):
@@ -211,6 +213,9 @@ class Daemon:
         stack.push_async_callback(self._drain, store, server, publisher, servicer)
         store.start()
         # What was recovered lives as long as the process; the collector need not look at it.
+        # Blocks that come later die without it too: it looks at them seldom.
+        stack.callback(gc.set_threshold, *gc.get_threshold())
+        gc.set_threshold(*COLLECTOR_THRESHOLDS)
         gc.collect()
         gc.freeze()
         stack.callback(gc.unfreeze)

@@ -82,7 +82,7 @@ class StoredNamespace:
     def has_required(self, places: Sequence[object]) -> bool:
         """Whether each required part has a place (not None)."""
         if not self.optional:
-            return all(places)
+            return None not in places
         return all(places[part] is not None for part in self.required)
 
 

@@ -21,10 +21,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from emberkv_proto.events import BlocksRemoved, BlocksStored, Event, Keys
-from emberkv_proto.hashing import index_key, index_keys
+from emberkv_proto.events import Event, Keys
+from emberkv_proto.hashing import index_keys
 from emberkv_proto.types import BlockHash, Tier
 from store_daemon.block import Block, StoredNamespace
+from store_daemon.residency import STORED_TIERS, ResidencyBook
 from store_daemon.tombstones import PartQueue
 
 if TYPE_CHECKING:
@@ -32,22 +33,8 @@ if TYPE_CHECKING:
     from store_daemon.tiers.slots import Slot
     from store_daemon.tiers.ssd import SsdRow
 
-STORED_TIERS = (Tier.DRAM, Tier.SSD)
 MAX_ANCESTORS_ASKED = 1024
 """How far up a chain is followed before a block that came after its child leans on its parent."""
-
-
-@dataclass(slots=True)
-class TierLedger:
-    """A tier's conservation books: stored - removed == blocks, and xor over their index keys.
-
-    `xor` stands where `drain_events` was last called, so it always agrees with the events.
-    """
-
-    blocks: int = 0
-    xor: int = 0
-    stored: int = 0
-    removed: int = 0
 
 
 @dataclass(slots=True)
@@ -75,10 +62,10 @@ class BlockCatalog:
         on_unlinked: Callable[[Block], None] = lambda block: None,
     ) -> None:
         self.blocks: dict[BlockHash, Block] = {}
-        self.ledgers = {tier: TierLedger() for tier in STORED_TIERS}
+        self._book = ResidencyBook()
+        self.ledgers = self._book.ledgers
         self._children: dict[BlockHash, int] = {}
         self._doomed: set[Block] = set()
-        self._changes: list[tuple[type[BlocksStored | BlocksRemoved], Tier, list[BlockHash]]] = []
         self._on_evictable = on_evictable
         self._on_entered = on_entered
         self._on_left = on_left
@@ -172,13 +159,57 @@ class BlockCatalog:
             self._lean(block)
         return block
 
+    def begin_run(
+        self,
+        namespace: StoredNamespace,
+        hashes: Sequence[BlockHash],
+        parent: BlockHash | None,
+        part: int,
+        tenant: Tenant | None,
+    ) -> list[Block]:
+        """`begin_part` for each block of a chain run of which none exists. O(len(hashes))."""
+        before = self.blocks.get(parent) if parent is not None else None
+        root = before.depth + 1 if before is not None else 0
+        turn = before.turn + (before.uses > 0) if before is not None else 0
+        parts, part_bit, children = namespace.parts, 1 << part, self._children
+        begun: list[Block] = []
+        for depth, block_hash in enumerate(hashes, root):
+            assert block_hash not in self.blocks
+            block = Block(block_hash, namespace, parent, [None] * parts, [None] * parts)
+            block.tenant, block.writers = tenant, part_bit
+            block.depth, block.turn = depth, turn
+            block.takes_room = True
+            self.blocks[block_hash] = block
+            self._on_entered(block)
+            if block_hash in children:
+                self._lean(block)  # it came after its child: this may close a ring
+            elif parent != block_hash:
+                block.leans = True
+                if parent is not None:
+                    children[parent] = children.get(parent, 0) + 1
+            begun.append(block)
+            parent = block_hash
+        if tenant is not None:
+            tenant.charge_dram(len(begun) * namespace.size_classes[part].slot_bytes)
+        return begun
+
     def commit_part(self, block: Block, part: int, slot: Slot) -> None:
         """The part is whole in `slot`; with its last required part the block becomes resident."""
-        assert block.writers >> part & 1, "commit without begin"
-        assert not block.is_doomed
-        block.writers &= ~(1 << part)
-        self._place(block, part, slot)
-        self._offer(block)
+        self.commit_parts((block,), part, (slot,))
+
+    def commit_parts(self, blocks: Sequence[Block], part: int, slots: Sequence[Slot]) -> None:
+        """`commit_part` for each block. O(len(blocks))."""
+        resident: list[BlockHash] = []
+        children, part_bit = self._children, 1 << part
+        for block, slot in zip(blocks, slots, strict=True):
+            assert block.writers & part_bit, "commit without begin"
+            assert not block.is_doomed
+            block.writers ^= part_bit
+            if self._place(block, part, slot):
+                resident.append(block.hash)
+            if block.hash not in children:
+                self._offer(block)
+        self._book.stored(Tier.DRAM, resident)
 
     def abort_part(self, block: Block, part: int) -> None:
         """The part will not come. A block of which nothing is left is unlinked."""
@@ -197,7 +228,7 @@ class BlockCatalog:
         for part, slot in slots.items():
             assert block.slots[part] is None
             assert not block.writers >> part & 1
-            self._place(block, part, slot)
+            self._bring_in(block, part, slot)
             if block.tenant is not None:
                 block.tenant.charge_dram(block.namespace.size_classes[part].slot_bytes)
         self._offer(block)
@@ -216,7 +247,7 @@ class BlockCatalog:
         if block.namespace is not namespace or block.slots[part] is not None:
             return False
         block.is_verified = False
-        self._place(block, part, slot)
+        self._bring_in(block, part, slot)
         if block.tenant is not None:
             block.tenant.charge_dram(namespace.size_classes[part].slot_bytes)
         self._offer(block)
@@ -348,13 +379,7 @@ class BlockCatalog:
 
     def drain_events(self) -> list[Event]:
         """The changes since the last call, in order, neighbours of one kind as one event."""
-        changes, self._changes = self._changes, []
-        events: list[Event] = []
-        for kind, tier, hashes in changes:
-            keys = index_keys(hashes)
-            self.ledgers[tier].xor ^= int(np.bitwise_xor.reduce(keys))
-            events.append(kind(tier, keys))
-        return events
+        return self._book.drain()
 
     def resident_keys(self, tier: Tier) -> Keys:
         """Index keys of the tier's blocks. O(blocks)."""
@@ -393,17 +418,8 @@ class BlockCatalog:
             if block.slots[part] is not None
         }
         assert set(self.old_parts) == optional, "the queue of optional parts drifted"
-        for tier, ledger in self.ledgers.items():
-            keys = [index_key(block.hash) for block in self.resident(tier)]
-            xor = 0
-            for key in keys:
-                xor ^= key
-            for _, changed, hashes in self._changes:
-                for block_hash in hashes if changed is tier else ():
-                    xor ^= index_key(block_hash)
-            assert ledger.blocks == len(keys), f"{tier.name}: {ledger.blocks} != {len(keys)}"
-            assert ledger.stored - ledger.removed == ledger.blocks, f"{tier.name}: not conserved"
-            assert ledger.xor == xor, f"{tier.name}: digest drifted"
+        for tier in STORED_TIERS:
+            self._book.check(tier, (block.hash for block in self.resident(tier)))
         for block in self._doomed:
             assert block.is_doomed
             assert block.pins > 0, "a doomed block that nobody holds was not freed"
@@ -428,30 +444,35 @@ class BlockCatalog:
         self.blocks[block_hash] = block
         return block
 
-    def _place(self, block: Block, part: int, slot: Slot) -> None:
+    def _place(self, block: Block, part: int, slot: Slot) -> bool:
+        """Return whether the block has become resident in DRAM; that is still to be booked."""
         block.slots[part] = slot
         if not block.leans:
             self._lean(block)
         slot.extent.occupants[slot.number] = block
-        if part in block.namespace.optional:
+        namespace = block.namespace
+        if part in namespace.optional:
             self.old_parts.touch(block, part, block.access)
-        if not block.in_dram and block.namespace.has_required(block.slots):
-            self._enter_dram(block)
-
-    def _enter_dram(self, block: Block) -> None:
+        if block.in_dram or not namespace.has_required(block.slots):
+            return False
         block.in_dram = True
         if block.parent is not None and block.parent not in self.blocks:
             self.holes += 1
-        self._record(BlocksStored, Tier.DRAM, block)
+        return True
+
+    def _bring_in(self, block: Block, part: int, slot: Slot) -> None:
+        if self._place(block, part, slot):
+            self._book.stored(Tier.DRAM, (block.hash,))
 
     def _leave_dram(self, block: Block) -> list[Slot]:
-        slots = [slot for slot in block.slots if slot is not None]
+        slots: list[Slot] = []
         for part, slot in enumerate(block.slots):
             if slot is not None:
                 self._clear(block, part, slot)
+                slots.append(slot)
         if block.in_dram:
             block.in_dram = False
-            self._record(BlocksRemoved, Tier.DRAM, block)
+            self._book.removed(Tier.DRAM, (block.hash,))
         self._lean(block)
         return slots
 
@@ -513,7 +534,7 @@ class BlockCatalog:
             block.tenant.ssd_bytes += row.end - row.offset
         if not block.in_ssd and block.namespace.has_required(block.rows):
             block.in_ssd = True
-            self._record(BlocksStored, Tier.SSD, block)
+            self._book.stored(Tier.SSD, (block.hash,))
 
     def _leave_ssd(self, block: Block) -> list[SsdRow]:
         if block.tenant is not None:
@@ -522,7 +543,7 @@ class BlockCatalog:
         block.rows = [None] * len(block.rows)
         if block.in_ssd:
             block.in_ssd = False
-            self._record(BlocksRemoved, Tier.SSD, block)
+            self._book.removed(Tier.SSD, (block.hash,))
         return rows
 
     def _unlink_if_empty(self, block: Block) -> None:
@@ -537,17 +558,3 @@ class BlockCatalog:
     def _offer(self, block: Block) -> None:
         if not block.is_queued and self.is_evictable(block):
             self._on_evictable(block)
-
-    def _record(self, kind: type[BlocksStored | BlocksRemoved], tier: Tier, block: Block) -> None:
-        ledger = self.ledgers[tier]
-        if kind is BlocksStored:
-            ledger.blocks += 1
-            ledger.stored += 1
-        else:
-            ledger.blocks -= 1
-            ledger.removed += 1
-        last = self._changes[-1] if self._changes else None
-        if last is not None and last[0] is kind and last[1] is tier:
-            last[2].append(block.hash)
-        else:
-            self._changes.append((kind, tier, [block.hash]))

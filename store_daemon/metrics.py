@@ -13,8 +13,8 @@ from prometheus_client.registry import Collector
 
 from client_sdk import faults
 from emberkv_proto.types import Tier
-from store_daemon.catalog import STORED_TIERS
 from store_daemon.facts import source_speeds
+from store_daemon.residency import STORED_TIERS
 from store_daemon.store import BlockStore
 
 COUNTERS = {

@@ -35,6 +35,9 @@ class PartQueue:
     def __init__(self) -> None:
         self._queues: dict[SizeClass, OrderedDict[Block, int]] = {}
 
+    def __bool__(self) -> bool:
+        return bool(self._queues)
+
     def touch(self, block: Block, part: int, access: int) -> None:
         """The part came to DRAM, or a hit needs it."""
         queue = self._queues.setdefault(block.namespace.size_classes[part], OrderedDict())

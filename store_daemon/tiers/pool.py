@@ -157,6 +157,18 @@ class Pool:
         self._set_state(slot, _STAGED)
         return slot
 
+    def take_run(self, size_class: SizeClass, count: int) -> list[Slot]:
+        """As `take`, up to `count` slots at once: neighbours in the file as far as there are."""
+        taken = self.slots.take_run(size_class, count)
+        while len(taken) < count and (extent := self.slots.carve(size_class)) is not None:
+            self._write_extent(extent)
+            taken += self.slots.take_run(size_class, count - len(taken))
+        view = self._view
+        for slot in taken:
+            at = slot.extent.headers_offset + slot.number * SLOT_HEADER_BYTES + STATE_OFFSET
+            view[at : at + 4] = _STAGED
+        return taken
+
     def commit(
         self,
         slot: Slot,
@@ -177,14 +189,17 @@ class Pool:
             extent.generation,
             salt_id,
         )
-        at = slot.header_offset
-        self._view[at : at + len(header)] = header
-        self._view[at + STATE_OFFSET : at + STATE_OFFSET + 4] = _COMMITTED
+        at = extent.headers_offset + slot.number * SLOT_HEADER_BYTES
+        view = self._view
+        view[at : at + len(header)] = header
+        view[at + STATE_OFFSET : at + STATE_OFFSET + 4] = _COMMITTED
 
     def unlink(self, slot: Slot) -> None:
         """Mark the slot FREE in the file; the bytes stay untouched until it is given back."""
-        slot.extent.occupants.pop(slot.number, None)
-        self._set_state(slot, _FREE)
+        extent = slot.extent
+        extent.occupants.pop(slot.number, None)
+        at = extent.headers_offset + slot.number * SLOT_HEADER_BYTES + STATE_OFFSET
+        self._view[at : at + 4] = _FREE
 
     def give_back(self, slot: Slot) -> None:
         """Free the slot for the next taker. Nobody may read or write its bytes any more."""

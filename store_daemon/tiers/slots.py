@@ -128,6 +128,22 @@ class SlotAllocator:
         extent = next(iter(extents.values()))
         return self._take_from(extent, extent.free.pop())
 
+    def take_run(self, size_class: SizeClass, count: int) -> list[Slot]:
+        """Up to `count` free slots of extents already carved, neighbours as far as there are."""
+        taken: list[Slot] = []
+        extents = self._open.get(size_class)
+        while extents and len(taken) < count:
+            extent = next(iter(extents.values()))
+            first = max(0, len(extent.free) - (count - len(taken)))
+            numbers = sorted(extent.free[first:])
+            del extent.free[first:]
+            if not extent.free:
+                del extents[extent.number]
+            base, step = extent.payloads_offset, extent.slot_bytes
+            self.used_bytes += len(numbers) * step
+            taken += [Slot(extent, number, base + number * step) for number in numbers]
+        return taken
+
     def carve(self, size_class: SizeClass) -> Extent | None:
         """Give an extent of the stock to the class. Its headers are the caller's to write."""
         if not self._stock:

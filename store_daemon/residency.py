@@ -1,0 +1,93 @@
+"""What became resident and ceased to be: the events to tell, and each tier's books. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from emberkv_proto.events import BlocksRemoved, BlocksStored, Event
+from emberkv_proto.hashing import index_key, index_keys
+from emberkv_proto.types import BlockHash, Tier
+
+STORED_TIERS = (Tier.DRAM, Tier.SSD)
+
+
+@dataclass(slots=True)
+class TierLedger:
+    """A tier's conservation books: stored - removed == blocks, and xor over their index keys.
+
+    `xor` stands where `ResidencyBook.drain` was last called, so it always agrees with the events.
+    """
+
+    blocks: int = 0
+    xor: int = 0
+    stored: int = 0
+    removed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """Neighbouring changes of one kind."""
+
+    kind: type[BlocksStored | BlocksRemoved]
+    tier: Tier
+    hashes: list[BlockHash]
+
+
+class ResidencyBook:
+    """All calls are O(1) for each hash."""
+
+    def __init__(self) -> None:
+        self.ledgers = {tier: TierLedger() for tier in STORED_TIERS}
+        self._changes: list[_Change] = []
+
+    def stored(self, tier: Tier, hashes: Sequence[BlockHash]) -> None:
+        ledger = self.ledgers[tier]
+        ledger.blocks += len(hashes)
+        ledger.stored += len(hashes)
+        self._note(BlocksStored, tier, hashes)
+
+    def removed(self, tier: Tier, hashes: Sequence[BlockHash]) -> None:
+        ledger = self.ledgers[tier]
+        ledger.blocks -= len(hashes)
+        ledger.removed += len(hashes)
+        self._note(BlocksRemoved, tier, hashes)
+
+    def drain(self) -> list[Event]:
+        """The changes since the last call, in order, neighbours of one kind as one event."""
+        changes, self._changes = self._changes, []
+        events: list[Event] = []
+        for change in changes:
+            keys = index_keys(change.hashes)
+            self.ledgers[change.tier].xor ^= int(np.bitwise_xor.reduce(keys))
+            events.append(change.kind(change.tier, keys))
+        return events
+
+    def check(self, tier: Tier, resident: Iterable[BlockHash]) -> None:
+        """Assert that the tier's books say just what is resident. O(blocks)."""
+        ledger, blocks, xor = self.ledgers[tier], 0, 0
+        for block_hash in resident:
+            blocks += 1
+            xor ^= index_key(block_hash)
+        for change in self._changes:
+            for block_hash in change.hashes if change.tier is tier else ():
+                xor ^= index_key(block_hash)
+        assert ledger.blocks == blocks, f"{tier.name}: {ledger.blocks} != {blocks}"
+        assert ledger.stored - ledger.removed == ledger.blocks, f"{tier.name}: not conserved"
+        assert ledger.xor == xor, f"{tier.name}: digest drifted"
+
+    def _note(
+        self,
+        kind: type[BlocksStored | BlocksRemoved],
+        tier: Tier,
+        hashes: Sequence[BlockHash],
+    ) -> None:
+        if not hashes:
+            return
+        last = self._changes[-1] if self._changes else None
+        if last is not None and last.kind is kind and last.tier is tier:
+            last.hashes.extend(hashes)
+        else:
+            self._changes.append(_Change(kind, tier, [*hashes]))
