@@ -42,7 +42,15 @@ from store_daemon.operations import Operations
 from store_daemon.ports import EventSink, PeerGrant, Puller, PullRoom
 from store_daemon.prefetching import NOTHING, Scheduled
 from store_daemon.quotas import change_quotas, tenants_of
-from store_daemon.sessions import Probed, Session, Staged, StagedPart, TierState, stage_state
+from store_daemon.sessions import (
+    Probed,
+    Session,
+    Staged,
+    StagedPart,
+    TierState,
+    count_states,
+    stage_state,
+)
 from store_daemon.staged_run import StagedRun
 from store_daemon.tenants import Tenant
 from store_daemon.tiers.pool import Pool
@@ -52,7 +60,6 @@ from store_daemon.writeback import WritebackQueue
 
 log = logging.getLogger(__name__)
 TICK_SECONDS = 0.1
-_STAGE_COUNTERS = {int(state): f"staged_{state.name.lower()}" for state in StageState}
 
 
 class BlockStore:
@@ -305,7 +312,7 @@ class BlockStore:
         states: bytearray,
         offsets: list[int],
     ) -> Staged:
-        self._count_stage(states)
+        self.holdings.counters.update(count_states(states))
         self.holdings.publish()
         if not granted:
             return Staged(0, bytes(states), offsets)
@@ -418,16 +425,7 @@ class BlockStore:
 
     def digests(self) -> tuple[TierDigest, ...]:
         ledgers = self.holdings.catalog.ledgers
-        return tuple(
-            TierDigest(
-                state.tier,
-                state.blocks,
-                ledgers[state.tier].xor,
-                state.capacity_bytes,
-                state.used_bytes,
-            )
-            for state in self.tier_states()
-        )
+        return tuple(state.digest(ledgers[state.tier].xor) for state in self.tier_states())
 
     async def peer_acquire(
         self,
@@ -572,13 +570,6 @@ class BlockStore:
         self.lender.block_arrived(block)
         if self.writeback is not None:
             self.writeback.offer(block)
-
-    def _count_stage(self, states: bytearray) -> None:
-        counters = self.holdings.counters
-        for state, name in _STAGE_COUNTERS.items():
-            count = states.count(state)
-            if count:
-                counters[name] += count
 
     def _trim_soon(self) -> None:
         if not self._is_trimming and self.holdings.is_over_watermark:
