@@ -534,6 +534,8 @@ class BlockCatalog:
             block.tenant.ssd_bytes += row.end - row.offset
         if not block.in_ssd and block.namespace.has_required(block.rows):
             block.in_ssd = True
+            if block.tenant is not None:
+                block.tenant.on_ssd.offer(block)
             self._book.stored(Tier.SSD, (block.hash,))
 
     def _leave_ssd(self, block: Block) -> list[SsdRow]:

@@ -134,6 +134,9 @@ class SsdSection(Section):
     segment_bytes: Annotated[int, Field(ge=64 * 1024)] = 256 * MIB
     tenant_quota_bytes: Limit = 0
     """What each tenant that has no quota of its own may hold on SSD; 0: no limit."""
+    writeback: Literal["on_commit", "on_evict", "on_reuse"] = "on_commit"
+    """When a block gets its SSD copy. on_commit: at once, so that it outlives a reboot; on_evict:
+    when it must leave DRAM; on_reuse: when it is asked for again (at least a second later)."""
     queue_blocks: Annotated[int, Field(ge=1)] = 4096
     """Writeback queue; when it is full a block is skipped and counted, never waited for."""
     io_threads: Annotated[int, Field(ge=1, le=64)] = 4

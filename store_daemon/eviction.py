@@ -53,6 +53,8 @@ class EvictionQueue:
         self._policy = policy or LruPolicy()
         self._clock = clock
         self._on_policy_failure = on_policy_failure
+        self.on_reused: Callable[[Block], None] | None = None
+        """Told of a block that was asked for again."""
         self._lanes: dict[NamespaceId, list[list[_Entry]]] = {}
         self._tickets = 0
         self._entries = 0
@@ -98,6 +100,8 @@ class EvictionQueue:
             if now - block.used_at >= REUSE_SECONDS:
                 block.used_at = now
                 block.uses += 1
+                if self.on_reused is not None:
+                    self.on_reused(block)
         lanes = [block.lane for block in blocks] if self._policy.lanes > 1 else []
         try:
             self._policy.touched(blocks)
@@ -129,7 +133,7 @@ class EvictionQueue:
         """Queue a block that has become a candidate."""
         assert not block.is_queued
         if block.tenant is not None:
-            block.tenant.in_dram.offer(block, _is_not_queued)
+            block.tenant.in_dram.offer(block)
         try:
             self._push(block)
         except _PolicyFailedError:
@@ -295,10 +299,6 @@ class EvictionQueue:
                 for _, ticket, block in heap:
                     if block.ticket == ticket:
                         yield block
-
-
-def _is_not_queued(block: Block) -> bool:
-    return not block.is_queued
 
 
 def choose_extent(

@@ -13,6 +13,7 @@ from emberkv_proto.types import BlockHash, NamespaceId, Tier
 from store_daemon.block import Block, StoredNamespace
 from store_daemon.catalog import BlockCatalog, Freed
 from store_daemon.config import DramSection
+from store_daemon.departures import Departures
 from store_daemon.eviction import EvictionQueue, choose_extent
 from store_daemon.pins import PinBook
 from store_daemon.policies import POLICIES
@@ -41,8 +42,11 @@ class Holdings:
         pool: Pool,
         clock: Callable[[], float],
         tenants: TenantBook | None = None,
+        patience_seconds: float = 0.0,
     ) -> None:
+        """`patience_seconds`: how long a victim waits for its SSD copy before it may go without."""
         self.pool = pool
+        self._clock = clock
         self.counters: Counter[str] = Counter()
         self.queue = EvictionQueue(POLICIES[config.policy](), clock, self._count_policy_failure)
         self.catalog = BlockCatalog(
@@ -54,8 +58,19 @@ class Holdings:
         """Hard pins whose block is gone, still to be struck from the local index."""
         self.tenants = tenants or TenantBook()
         self.quotas = QuotaEviction(
-            self.tenants, self.catalog, self.queue, self.counters, self.evict
+            self.tenants,
+            self.catalog,
+            self.queue,
+            self.counters,
+            self.let_go,
+            lambda tenant: self._evict_overdue(lambda block: block.tenant is tenant),
+            self.lose_ssd,
         )
+        self.departures = Departures(
+            int((1 - config.low_watermark) * capacity_bytes), patience_seconds
+        )
+        self.is_being_saved: Callable[[Block], bool] = lambda block: False
+        """Whether a victim's SSD copy is on its way, so that it is worth waiting for."""
         self.rows_to_forget: list[SsdRow] = []
         """Rows of blocks that left SSD; the writeback thread drops them."""
         self.on_resident: Callable[[Block], None] = lambda block: None
@@ -70,6 +85,7 @@ class Holdings:
             self.queue.use(POLICIES[config.policy](), self.catalog.blocks.values())
         capacity_bytes = self.pool.slots.extent_count * self.pool.slots.extent_bytes
         self.pins.limit_bytes = int(config.pin_share * capacity_bytes)
+        self.departures.limit_bytes = int((1 - config.low_watermark) * capacity_bytes)
         self._config = config
 
     # ---- room ----
@@ -83,7 +99,11 @@ class Holdings:
             return None
         slot = self.pool.take(size_class)
         steps = 0
-        while slot is None and steps < MAX_ROOM_STEPS and self._make_room(size_class):
+        while (
+            slot is None
+            and steps < MAX_ROOM_STEPS
+            and (self._make_room(size_class) or self._evict_overdue(_any_block))
+        ):
             slot = self.pool.take(size_class)
             steps += 1
         return slot
@@ -116,13 +136,14 @@ class Holdings:
 
     def trim(self) -> bool:
         """Evict down to the low watermark, a bounded number of blocks; return whether to go on."""
-        slots, catalog, low = self.pool.slots, self.catalog, self._config.low_watermark
+        catalog, low = self.catalog, self._config.low_watermark
         for _ in range(TRIM_BLOCKS):
-            if slots.usage <= low:
+            if self._usage_to_come <= low:
                 return False
             over = self.quotas.victim()
             if over is not None:
-                self.quotas.evict(over)
+                if not self.quotas.evict(over):
+                    return False
                 continue
             victim = self.queue.oldest_of_all(catalog.is_evictable)
             part = (
@@ -132,10 +153,52 @@ class Holdings:
             )
             if part is not None and (victim is None or part.access < victim.access):
                 self.drop_part(part)
-            elif victim is not None:
-                self.evict(victim)
-            else:
+            elif victim is None or not self.let_go(victim):
                 return False
+        return True
+
+    @property
+    def _usage_to_come(self) -> float:
+        """Usage once the victims that were put off have left."""
+        slots = self.pool.slots
+        if not self.departures.waiting_bytes or not slots.capacity_bytes:
+            return slots.usage
+        return (slots.used_bytes - self.departures.waiting_bytes) / slots.capacity_bytes
+
+    def let_go(self, victim: Block) -> bool:
+        """Evict a victim, or put it off until its SSD copy is written; False: neither, for now."""
+        if not self.is_being_saved(victim):
+            self.evict(victim)
+            return True
+        tenant = victim.tenant  # nobody else's block goes for it
+        if self.departures.is_full and not self._evict_overdue(lambda b: b.tenant is tenant):
+            if self.departures.is_patient:
+                self.counters["unwritten_victims_kept"] += 1
+                return False
+            self.counters["unwritten_victims_lost"] += 1
+            self.evict(victim)
+            return True
+        self.departures.put_off(victim, self._clock())
+        self.queue.withdraw(victim)
+        return True
+
+    def writing_ended(self, block: Block) -> None:
+        """The block waits for its SSD copy no more: it is there, or will not come for now."""
+        if self.departures.end(block):
+            self.catalog.offer(block)
+
+    def _evict_overdue(self, is_wanted: Callable[[Block], bool]) -> bool:
+        """Let the first wanted block that was put off long enough go unwritten."""
+        block = self.departures.overdue(
+            self._clock(), lambda b: is_wanted(b) and not (b.pins or b.writers)
+        )
+        if block is None:
+            return False
+        self.writing_ended(block)
+        if not self.catalog.is_evictable(block):
+            return False
+        self.counters["unwritten_victims_lost"] += 1
+        self.evict(block)
         return True
 
     def evict(self, block: Block) -> None:
@@ -177,7 +240,7 @@ class Holdings:
         blocks, slots = [one.block for one in staged], [one.slot for one in staged]
         commit = self.pool.commit
         for block, slot, checksum in zip(blocks, slots, checksums, strict=True):
-            commit(slot, block.hash, block.parent, checksum)
+            commit(slot, block.hash, block.parent, checksum, block.salt_id)
         self.catalog.commit_parts(blocks, part, slots)
         for block in blocks:
             if block.in_dram:
@@ -240,11 +303,13 @@ class Holdings:
         self.pool.check_integrity()
         self.pins.check_integrity(self.catalog.blocks)
         self.tenants.check_integrity(self.catalog.blocks.values())
+        self.departures.check_integrity(self.catalog.blocks.values())
 
     # ---- inner steps ----
 
     def _unlinked(self, block: Block) -> None:
         """A block that had to stay has left every tier all the same."""
+        self.departures.end(block)
         if self.pins.is_hard(block):
             self.lost_pins.append((block.namespace.id, block.hash))
         self.pins.unpin([block])
@@ -273,30 +338,33 @@ class Holdings:
         if oldest is None:
             return False
         if own is oldest and own.slots[wanted.part] is not None:
-            self.evict(own)
-            return True
+            return self.let_go(own)
         extent = choose_extent(self.pool.slots.extents(), wanted, self.catalog)
-        if extent is not None:
+        blocks = set(extent.occupants.values()) if extent is not None else set()
+        if blocks and not any(self.is_being_saved(block) for block in blocks):
             self.counters["moved_extents"] += 1
-            for block in set(extent.occupants.values()):
+            for block in blocks:
                 self.evict(block)
             return True
-        self._shed_others(wanted)
-        if own is not None:
-            self.evict(own)
-        return True
+        has_shed = self._shed_others(wanted)
+        return (own is not None and self.let_go(own)) or has_shed
 
-    def _shed_others(self, wanted: SizeClass) -> None:
-        """Evict other namespaces' blocks that are older than any of ours.
+    def _shed_others(self, wanted: SizeClass) -> bool:
+        """Evict other namespaces' blocks that are older than any of ours; False: none.
 
         A chain lies in several extents, so often none of them can go at once; leaf by leaf they
         do empty.
         """
-        for _ in range(SHED_BLOCKS):
+        for number in range(SHED_BLOCKS):
             victim = self.queue.oldest_of_all(self.catalog.is_evictable)
-            if victim is None or victim.namespace.id == wanted.namespace_id:
-                return
-            self.evict(victim)
+            is_ours = victim is None or victim.namespace.id == wanted.namespace_id
+            if victim is None or is_ours or not self.let_go(victim):
+                return number > 0
+        return True
 
     def blocks_of(self, tier: Tier) -> int:
         return self.catalog.ledgers[tier].blocks
+
+
+def _any_block(block: Block) -> bool:
+    return True

@@ -314,6 +314,7 @@ class Operations:
         """Drop a block from the tier if it may go now."""
         holdings = self._holdings
         if tier is Tier.DRAM:
+            holdings.writing_ended(block)  # an operator's word does not wait for the SSD copy
             may_go, byte_count = holdings.catalog.is_evictable(block), block.dram_bytes
         else:
             may_go, byte_count = not block.pins and not block.stays, block.ssd_bytes

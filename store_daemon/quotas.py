@@ -19,6 +19,8 @@ from store_daemon.tiers.slots import SizeClass
 
 MOST_EVICTED = 256
 """Blocks that one call evicts of a tenant at most; bounds one turn of the loop."""
+MOST_PASSED_OVER = 64
+"""SSD copies in use that one call looks past."""
 SHED_BLOCKS = 16
 """Most blocks of tenants over quota that one step of making room evicts."""
 
@@ -27,7 +29,9 @@ class QuotaEviction:
     """Evicts what quotas say must go.
 
     Args:
-        evict: frees a victim's slots.
+        let_go: evicts a victim or has it written first; False: neither, for now.
+        drop_ssd: forgets a block's SSD copy.
+        hurry: evicts a block of the tenant that waits for being written; False: there is none.
     """
 
     def __init__(
@@ -36,13 +40,17 @@ class QuotaEviction:
         catalog: BlockCatalog,
         queue: EvictionQueue,
         counters: Counter[str],
-        evict: Callable[[Block], None],
+        let_go: Callable[[Block], bool],
+        hurry: Callable[[Tenant], bool],
+        drop_ssd: Callable[[Block], None],
     ) -> None:
         self._tenants = tenants
         self._catalog = catalog
         self._queue = queue
         self._counters = counters
-        self._evict = evict
+        self._let_go = let_go
+        self._hurry = hurry
+        self._drop_ssd = drop_ssd
 
     def admit(self, tenant: Tenant, byte_count: int) -> bool:
         """Evict the tenant's own blocks until it may take so many bytes; False: it may not.
@@ -53,9 +61,8 @@ class QuotaEviction:
             if not tenant.exceeds_dram(byte_count):
                 return True
             victim = self._victim_of(tenant)
-            if victim is None:
+            if not (self.evict(victim) if victim is not None else self._hurry(tenant)):
                 break
-            self.evict(victim)
         if tenant.exceeds_dram(byte_count):
             self._counters["over_quota_refused"] += 1
             return False
@@ -69,8 +76,9 @@ class QuotaEviction:
                 return False
             part, is_own = wanted.part, victim.namespace.id == wanted.namespace_id
             is_wanted = is_own and victim.slots[part] is not None
-            self.evict(victim)
-            if is_wanted:
+            if not self.evict(victim):
+                return False
+            if is_wanted and not victim.takes_room:
                 return True
         return False
 
@@ -82,15 +90,46 @@ class QuotaEviction:
                 return victim
         return None
 
-    def evict(self, victim: Block) -> None:
-        """Evict and count a block that goes because of its tenant's quota."""
+    def evict(self, victim: Block) -> bool:
+        """Let a block go because of its tenant's quota, now or once it is written, and count it.
+
+        False as `let_go`.
+        """
+        if not self._let_go(victim):
+            return False
+        self._count(victim)
+        return True
+
+    def admit_on_ssd(self, tenant: Tenant, byte_count: int) -> bool:
+        """Drop the tenant's own SSD copies until so many bytes more fit; False: they do not.
+
+        The oldest go first, and of a chain its end; what is pinned or being read stays.
+        """
+        passed_over: list[Block] = []
+        for _ in range(MOST_EVICTED):
+            if not tenant.exceeds_ssd(byte_count):
+                break
+            victim = tenant.on_ssd.next(_may_leave_ssd, passed_over.append)
+            if victim is None or len(passed_over) > MOST_PASSED_OVER:
+                break
+            self._count(victim)
+            self._drop_ssd(victim)
+        for block in passed_over:
+            if block.in_ssd:
+                tenant.on_ssd.offer(block)
+        return not tenant.exceeds_ssd(byte_count)
+
+    def _count(self, victim: Block) -> None:
         assert victim.tenant is not None
         victim.tenant.evicted_blocks += 1
         self._counters["over_quota_blocks"] += 1
-        self._evict(victim)
 
     def _victim_of(self, tenant: Tenant) -> Block | None:
         return tenant.in_dram.next(self._catalog.is_evictable, self._queue.withdraw)
+
+
+def _may_leave_ssd(block: Block) -> bool:
+    return block.in_ssd and not block.pins and not block.stays
 
 
 def tenants_of(settings: DaemonSettings) -> TenantBook:

@@ -41,7 +41,8 @@ def take_found(
     touched: set[Block] = set()
     for row in found:
         namespace = namespaces.get(row.namespace_id)
-        if namespace is None or not holdings.catalog.recover_row(namespace, row):
+        tenant = holdings.tenants.of(row.salt_id)
+        if namespace is None or not holdings.catalog.recover_row(namespace, row, tenant):
             holdings.rows_to_forget.append(row)
             continue
         touched.add(holdings.catalog.blocks[row.block_hash])

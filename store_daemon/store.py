@@ -60,6 +60,8 @@ from store_daemon.writeback import WritebackQueue
 
 log = logging.getLogger(__name__)
 TICK_SECONDS = 0.1
+UNWRITTEN_SECONDS = 10.0
+"""How long ssd.writeback: on_evict keeps a victim in DRAM that is not written yet."""
 
 
 class BlockStore:
@@ -77,7 +79,8 @@ class BlockStore:
         ssd: SsdTier | None,
         clock: Callable[[], float],
     ) -> None:
-        self.holdings = Holdings(settings.dram, pool, clock, tenants_of(settings))
+        patience = UNWRITTEN_SECONDS if settings.ssd.writeback == "on_evict" else 0.0
+        self.holdings = Holdings(settings.dram, pool, clock, tenants_of(settings), patience)
         self.holdings.on_resident = self._became_resident
         self.sessions: dict[SessionId, Session] = {}
         self.is_draining = False
@@ -93,7 +96,13 @@ class BlockStore:
         self.lender = Lender(self.holdings, ssd, readers, times, clock)
         self.writeback = (
             WritebackQueue(
-                self.holdings, self._namespaces, ssd, settings.ssd.queue_blocks, self._writer
+                self.holdings,
+                self._namespaces,
+                ssd,
+                settings.ssd,
+                self._writer,
+                clock,
+                self._trim_soon,
             )
             if ssd is not None
             else None
@@ -150,7 +159,7 @@ class BlockStore:
         if self.writeback is not None:
             self._tasks.append(loop.create_task(self.writeback.run(), name="writeback"))
             for block in list(self.holdings.catalog.resident(Tier.DRAM)):
-                self.writeback.offer(block)
+                self.writeback.committed(block)
             self.writeback.wake()
 
         for task in self._tasks:
@@ -569,7 +578,7 @@ class BlockStore:
     def _became_resident(self, block: Block) -> None:
         self.lender.block_arrived(block)
         if self.writeback is not None:
-            self.writeback.offer(block)
+            self.writeback.committed(block)
 
     def _trim_soon(self) -> None:
         if not self._is_trimming and self.holdings.is_over_watermark:
@@ -590,6 +599,8 @@ class BlockStore:
         self.lender.reconsider()
         self.holdings.expire_pins(now)
         self.operations.forget_lost_pins()
+        if self.writeback is not None:
+            self.writeback.retry(now)
         rested = [slot for until, slot in self._limbo if now >= until]
         self._limbo = [entry for entry in self._limbo if now < entry[0]]
         self.holdings.give_back(rested)

@@ -60,7 +60,9 @@ class Victims:
     and one that was used since goes back to where it belongs now.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_stale: Callable[[Block], bool]) -> None:
+        """`is_stale` says which entries can be dropped: theirs are no candidates at present."""
+        self._is_stale = is_stale
         self._heap: list[_Entry] = []
         self._offers = 0
         self._clean_at = _SPARE_ENTRIES
@@ -72,13 +74,13 @@ class Victims:
         """Blocks with an entry, some more than once."""
         return (entry[3] for entry in self._heap)
 
-    def offer(self, block: Block, is_stale: Callable[[Block], bool]) -> None:
-        """The block may have become a victim. `is_stale` says which entries can be dropped."""
+    def offer(self, block: Block) -> None:
+        """The block may have become a victim."""
         self._offers += 1
         heapq.heappush(self._heap, (block.access, -block.depth, self._offers, block))
         if len(self._heap) > self._clean_at:
             newest = {id(entry[3]): entry for entry in sorted(self._heap, key=lambda e: e[2])}
-            self._heap = [entry for entry in newest.values() if not is_stale(entry[3])]
+            self._heap = [entry for entry in newest.values() if not self._is_stale(entry[3])]
             heapq.heapify(self._heap)
             self._clean_at = 2 * len(self._heap) + _SPARE_ENTRIES
 
@@ -121,8 +123,8 @@ class Tenant:
         self.dram_bytes = 0
         self.ssd_bytes = 0
         self.evicted_blocks = 0
-        self.in_dram = Victims()
-        self.on_ssd = Victims()
+        self.in_dram = Victims(lambda block: not block.is_queued)
+        self.on_ssd = Victims(lambda block: not block.in_ssd)
         self._over = over
 
     def charge_dram(self, byte_count: int) -> None:
@@ -228,6 +230,7 @@ class TenantBook:
             blocks: all that the catalog holds.
         """
         queued = {id(block) for tenant in self._tenants.values() for block in tenant.in_dram}
+        on_ssd = {id(block) for tenant in self._tenants.values() for block in tenant.on_ssd}
         dram: dict[SaltId, int] = {}
         ssd: dict[SaltId, int] = {}
         for block in blocks:
@@ -239,6 +242,7 @@ class TenantBook:
             dram[salt_id] = dram.get(salt_id, 0) + block.dram_bytes
             ssd[salt_id] = ssd.get(salt_id, 0) + block.ssd_bytes
             assert not block.is_queued or id(block) in queued, "a victim its tenant cannot find"
+            assert not block.in_ssd or id(block) in on_ssd, "an SSD copy its tenant cannot find"
         for salt_id, tenant in self._tenants.items():
             assert tenant.dram_bytes == dram.get(salt_id, 0), f"{salt_id.hex()}: dram usage drifted"
             assert tenant.ssd_bytes == ssd.get(salt_id, 0), f"{salt_id.hex()}: ssd usage drifted"

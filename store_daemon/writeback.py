@@ -1,21 +1,29 @@
-"""DRAM to SSD: a bounded queue and one thread that appends. A full queue skips and counts."""
+"""DRAM to SSD: a bounded queue and one thread that appends. A full queue skips and counts.
+
+When a block is queued is the mode's to say: when it is committed, when it is to leave DRAM, or when
+it is asked for again. What failed is tried again later (see `retries`).
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 
 from client_sdk import faults
 from emberkv_proto.hashing import checksum
-from store_daemon.block import Block
+from store_daemon.block import UNWRITTEN, Block
+from store_daemon.config import SsdSection
 from store_daemon.holdings import Holdings
 from store_daemon.namespaces import NamespaceBook
+from store_daemon.retries import Retries
 from store_daemon.ssd_changes import advise, follow, take_found
+from store_daemon.tenants import Tenant
 from store_daemon.tiers.changes import TierChanges
+from store_daemon.tiers.segments import record_bytes
 from store_daemon.tiers.ssd import SsdFailure, SsdRecord, SsdRow, SsdTier
 
 log = logging.getLogger(__name__)
@@ -37,6 +45,9 @@ class WritebackQueue:
     """Blocks waiting for their SSD copy, oldest first.
 
     A block that is evicted while it waits is passed over. A batch in the thread pins its blocks.
+
+    Args:
+        on_written: told after each batch, when victims that waited for it may leave DRAM.
     """
 
     def __init__(
@@ -44,18 +55,28 @@ class WritebackQueue:
         holdings: Holdings,
         namespaces: NamespaceBook,
         ssd: SsdTier,
-        queue_blocks: int,
+        config: SsdSection,
         executor: Executor,
+        clock: Callable[[], float],
+        on_written: Callable[[], None] = lambda: None,
     ) -> None:
         self._holdings = holdings
         self._namespaces = namespaces
         self._ssd = ssd
-        self._limit = queue_blocks
-        self._most = queue_blocks
+        self._mode = config.writeback
+        self._limit = config.queue_blocks
+        self._most = config.queue_blocks
         """No more than this wait; above the limit only while it was lowered under them."""
         self._executor = executor
+        self._clock = clock
+        self._on_written = on_written
         self._waiting: deque[Block] = deque()
-        self._queued: set[Block] = set()
+        self._queued: dict[Block, int] = {}
+        """And how often their write has failed before."""
+        self._retries = Retries(config.queue_blocks)
+        holdings.is_being_saved = self.is_being_saved
+        if self._mode == "on_reuse":
+            holdings.queue.on_reused = self._reused
         self._wake = asyncio.Event()
         self._is_closing = False
         advise(ssd, holdings)
@@ -67,16 +88,54 @@ class WritebackQueue:
         """Another limit for what is offered from now on."""
         self._limit, self._most = queue_blocks, max(queue_blocks, len(self._queued))
 
-    def offer(self, block: Block) -> None:
-        """Queue a block, unless all it has in DRAM is on SSD or it is queued already."""
-        if block.is_saved or block in self._queued:
-            return
+    @property
+    def retrying(self) -> int:
+        """Blocks whose write failed and will be tried again."""
+        return len(self._retries)
+
+    def committed(self, block: Block) -> None:
+        """The block, or a later part of it, has come to DRAM."""
+        if self._mode == "on_commit":
+            self.offer(block)
+
+    def offer(self, block: Block) -> bool:
+        """Queue a block; False if all it has in DRAM is on SSD, or there is no room."""
+        if block in self._queued:
+            return True
+        if block.is_saved or block in self._retries:
+            return False
         if len(self._queued) >= self._limit:
             self._holdings.counters["writeback_skipped_blocks"] += 1
-            return
-        self._queued.add(block)
-        self._waiting.append(block)
-        self._wake.set()
+            return False
+        self._queue(block, 0)
+        return True
+
+    def is_being_saved(self, victim: Block) -> bool:
+        """Whether a victim's SSD copy is on its way; in mode on_evict it is ordered now."""
+        if victim.is_saved or not victim.in_dram or not self._ssd.is_writable or self._is_closing:
+            return False
+        if self._mode != "on_evict":
+            return victim in self._queued
+        # A chain leaves from its end, and what stands before it goes next: one trip for all.
+        run = [victim]
+        blocks = self._holdings.catalog.blocks
+        while len(run) < BATCH_BLOCKS:
+            above = blocks.get(run[-1].parent) if run[-1].parent is not None else None
+            if above is None or not above.in_dram or above.is_saved or above in self._queued:
+                break
+            run.append(above)
+        room = self._limit - len(self._queued)
+        for block in reversed(run[: max(room, 1)]):
+            self.offer(block)
+        return victim in self._queued
+
+    def retry(self, now: float) -> None:
+        """Queue again what failed, when its time has come. Called regularly."""
+        for block, attempts in self._retries.due(now).items():
+            is_wanted = block.in_dram and not block.is_saved and not block.is_doomed
+            if is_wanted and block not in self._queued and len(self._queued) < self._limit:
+                self._holdings.counters["writeback_retried_blocks"] += 1
+                self._queue(block, attempts)
 
     def wake(self) -> None:
         """See whether there are rows to forget or drives to look after."""
@@ -103,13 +162,17 @@ class WritebackQueue:
     def abandon(self) -> None:
         """Let `run` return after the batch in flight."""
         self._holdings.counters["writeback_skipped_blocks"] += len(self._waiting)
-        self._queued.difference_update(self._waiting)
+        for block in self._waiting:
+            self._leave_queue(block)
         self._waiting.clear()
         self.close()
 
     def check_integrity(self) -> None:
-        assert set(self._waiting) <= self._queued
+        assert set(self._waiting) <= set(self._queued)
         assert len(self._queued) <= self._most
+        self._retries.check_integrity()
+        for block in self._holdings.catalog.blocks.values():
+            assert not block.stays & UNWRITTEN or block in self._queued, "it waits for no write"
 
     async def write_batch(self) -> None:
         """Forget the rows that wait for it and write the oldest blocks. Not to be cancelled."""
@@ -130,15 +193,51 @@ class WritebackQueue:
     def _next_blocks(self) -> list[Block]:
         blocks: list[Block] = []
         size = 0
+        ordered: Counter[Tenant] = Counter()
+        """Bytes that this batch adds to each tenant's account."""
         while self._waiting and len(blocks) < BATCH_BLOCKS and size < BATCH_BYTES:
             block = self._waiting.popleft()
             if not block.in_dram or block.is_saved or block.is_doomed:
-                self._queued.discard(block)
+                self._leave_queue(block)
+                continue
+            if block.tenant is not None and not self._admit(block, block.tenant, ordered):
+                self._leave_queue(block)
                 continue
             self._holdings.catalog.pin(block)
             size += sum(c.slot_bytes for c in block.namespace.size_classes)
             blocks.append(block)
         return blocks
+
+    def _admit(self, block: Block, tenant: Tenant, ordered: Counter[Tenant]) -> bool:
+        """Whether the block fits in its tenant's quota, after older copies of the tenant went."""
+        if tenant.quota.ssd_bytes is None:
+            return True
+        wanted = sum(
+            record_bytes(slot.payload_bytes)
+            for slot, row in zip(block.slots, block.rows, strict=True)
+            if slot is not None and row is None
+        )
+        block.pins += 1  # its own rows are not what goes
+        fits = self._holdings.quotas.admit_on_ssd(tenant, ordered[tenant] + wanted)
+        block.pins -= 1
+        if fits:
+            ordered[tenant] += wanted
+        else:
+            self._holdings.counters["over_quota_unwritten_blocks"] += 1
+        return fits
+
+    def _queue(self, block: Block, attempts: int) -> None:
+        self._queued[block] = attempts
+        self._waiting.append(block)
+        self._wake.set()
+
+    def _reused(self, block: Block) -> None:
+        if block.in_dram and not block.in_ssd:
+            self.offer(block)
+
+    def _leave_queue(self, block: Block) -> None:
+        del self._queued[block]
+        self._holdings.writing_ended(block)
 
     def _records(self, block: Block) -> list[SsdRecord]:
         return [
@@ -224,14 +323,25 @@ class WritebackQueue:
         take_found(holdings, self._namespaces, found)
         for changes in written.after:
             follow(holdings, changes)
+        if saved:
+            self._retries.worked(self._clock())
         for block in blocks:
-            self._queued.discard(block)
+            attempts = self._queued[block]
+            self._leave_queue(block)
+            if block not in saved and not (block.is_doomed or block.is_saved):
+                self._fail(block, attempts)
         for row in written.before.lost:
             self._save_again(row)
         for block in saved:
             self.offer(block)  # a part of it was committed while the others were written
         holdings.unpin(blocks)
         holdings.publish()
+        self._on_written()
+
+    def _fail(self, block: Block, attempts: int) -> None:
+        is_drive_failing = not self._ssd.is_writable
+        if not self._retries.failed(block, attempts, is_drive_failing, self._clock()):
+            self._holdings.counters["writeback_given_up_blocks"] += 1
 
     def _save_again(self, row: SsdRow) -> None:
         block = self._holdings.catalog.blocks.get(row.block_hash)

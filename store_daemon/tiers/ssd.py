@@ -105,6 +105,12 @@ class SsdTier:
             problems.append(f"degraded: {self._rows.index_trouble.why}")
         return "; ".join(problems) or OK
 
+    @property
+    def is_writable(self) -> bool:
+        """Whether an append would be tried now: a drive, and the index, did not just fail."""
+        is_resting = self._rows.index_trouble.is_resting(self._clock())
+        return not (self._closed or is_resting) and bool(self._writer.usable_drives())
+
     def drive_states(self) -> tuple[DriveState, ...]:
         return tuple(drive.state() for drive in self._drives)
 

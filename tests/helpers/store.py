@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -86,6 +87,7 @@ class SmallStore:
         clock: FakeClock | None = None,
         boot_id: bytes = bytes(16),
         settings: DaemonSection | None = None,
+        writeback: Literal["on_commit", "on_evict", "on_reuse"] = "on_commit",
     ) -> None:
         self.settings = DaemonSettings(
             node=NodeSection(id="node-1"),
@@ -102,6 +104,7 @@ class SmallStore:
                 capacity_bytes=ssd_segments * 65536,
                 segment_bytes=65536,
                 io_threads=2,
+                writeback=writeback,
                 direct_io=False,
             ),
         )
@@ -117,7 +120,7 @@ class SmallStore:
         self.pool = Pool.open(
             self.settings.dram, "node-1", Incarnation(1), known.__contains__, boot_id
         )
-        self.ssd = SsdTier.open(self.settings.ssd, self.index) if ssd_segments else None
+        self.ssd = SsdTier.open(self.settings.ssd, self.index, self.clock) if ssd_segments else None
         self.store = BlockStore(self.settings, self.pool, self.index, self.ssd, self.clock)
         self.store.set_sink(self.book)
         self.store.recover()

@@ -31,11 +31,16 @@ def resident(small: SmallStore, hashes: list[BlockHash]) -> list[tuple[bool, boo
     return [(False, False) if b is None else (b.in_dram, b.in_ssd) for b in blocks]
 
 
-def fill(small: SmallStore) -> None:
+def in_dram(small: SmallStore, hashes: list[BlockHash]) -> list[bool]:
+    return [is_in_dram for is_in_dram, _ in resident(small, hashes)]
+
+
+async def fill(small: SmallStore) -> None:
     """Stage and commit strangers' blocks until twice the pool has gone through it."""
     session = small.open(SPACE)
     for seed in range(100, 112):
         small.put(session, chain(SPACE, 7, seed))
+        await small.flush()
         small.check_integrity()
 
 
@@ -44,12 +49,12 @@ async def test_a_soft_pin_keeps_a_chain_in_dram_until_its_time_is_over(small: Sm
     small.put(small.open(SPACE), hashes)
     pinned = small.store.operations.pin(SPACE.id, [*hashes, *chain(SPACE, 1, 9)], 30.0)
     assert pinned == Pinned(4, 0, CAPACITY // 2)
-    fill(small)
-    assert resident(small, hashes) == [(True, False)] * 4
+    await fill(small)
+    assert in_dram(small, hashes) == [True] * 4
     small.clock.now += 30.0
     small.store.tick()
-    fill(small)
-    assert resident(small, hashes) == [(False, False)] * 4
+    await fill(small)
+    assert in_dram(small, hashes) == [False] * 4
 
 
 async def test_hard_pins_stop_at_the_limit_and_last_until_unpinned(small: SmallStore) -> None:
@@ -62,14 +67,14 @@ async def test_hard_pins_stop_at_the_limit_and_last_until_unpinned(small: SmallS
     assert small.store.holdings.counters["refused_pins"] == 6
     small.clock.now += 1e9
     small.store.tick()
-    fill(small)
-    assert resident(small, hashes[:24]) == [(True, False)] * 24
-    assert resident(small, hashes[24:]) == [(False, False)] * 6
+    await fill(small)
+    assert in_dram(small, hashes[:24]) == [True] * 24
+    assert in_dram(small, hashes[24:]) == [False] * 6
     assert small.store.operations.unpin(SPACE.id, hashes[20:]) == 4
     assert small.store.operations.unpin(SPACE.id) == 20
     assert small.store.operations.unpin(None) == 0
-    fill(small)
-    assert resident(small, hashes) == [(False, False)] * 30
+    await fill(small)
+    assert in_dram(small, hashes) == [False] * 30
 
 
 async def test_hard_pins_outlive_a_restart_and_soft_ones_do_not(tmp_path: Path) -> None:
@@ -244,18 +249,19 @@ async def test_who_is_over_a_lowered_quota_goes_first_when_room_is_needed(
     old, rich = chain(SPACE, 10), chain(SPACE, 20, 1)
     small.put(session, old)
     small.put(session, rich, salt_id=ANN)
+    await small.flush()
     operations.set_quota(ANN, Quota(dram_bytes=15 * SLOT))
     usage = operations.usage()[0]
     assert (usage.dram_bytes, usage.evicted_blocks) == (20 * SLOT, 0)
     slots = CAPACITY // 65536 * 7
     small.put(session, chain(SPACE, slots - 30 + 3, 2))
-    assert resident(small, old) == [(True, False)] * 10
+    assert in_dram(small, old) == [True] * 10
     usage = operations.usage()[0]
     assert (usage.dram_bytes, usage.evicted_blocks) == (17 * SLOT, 3)
     small.put(session, chain(SPACE, 4, 3))
     usage = operations.usage()[0]
     assert (usage.dram_bytes, usage.evicted_blocks) == (15 * SLOT, 5)
-    assert resident(small, old) == [(True, False)] * 8 + [(False, False)] * 2
+    assert in_dram(small, old) == [True] * 8 + [False] * 2
 
 
 async def test_usage_in_both_tiers_is_the_same_after_a_restart(tmp_path: Path) -> None:

@@ -86,10 +86,10 @@ def test_only_idle_tenants_are_forgotten() -> None:
 
 
 def test_victims_come_least_recently_used_first_and_deeper_ones_before() -> None:
-    victims = Victims()
+    victims = Victims(lambda block: False)
     old, parent, child, held = block(0, 1), block(1, 5, 1), block(2, 5, 2), block(3, 0)
     for each in (parent, held, child, old):
-        victims.offer(each, lambda block: False)
+        victims.offer(each)
     passed: list[Block] = []
     order = []
     gone = {id(held)}
@@ -101,10 +101,10 @@ def test_victims_come_least_recently_used_first_and_deeper_ones_before() -> None
 
 
 def test_a_victim_that_was_used_since_goes_back_to_where_it_belongs() -> None:
-    victims = Victims()
+    victims = Victims(lambda block: False)
     first, second = block(0, 1), block(1, 2)
-    victims.offer(first, lambda block: False)
-    victims.offer(second, lambda block: False)
+    victims.offer(first)
+    victims.offer(second)
     first.access = 3
     assert victims.next(lambda block: True, pytest.fail) is second
     second.access = 4
@@ -112,10 +112,10 @@ def test_a_victim_that_was_used_since_goes_back_to_where_it_belongs() -> None:
 
 
 def test_entries_that_count_no_more_are_dropped_in_time() -> None:
-    victims = Victims()
+    victims = Victims(lambda block: block is blocks[1])
     blocks = [block(0, 1), block(1, 2)]
     for _ in range(1000):
         for each in blocks:
-            victims.offer(each, lambda block: block is blocks[1])
+            victims.offer(each)
     assert len(victims) <= 2 * 64 + 64
     assert victims.next(lambda block: True, pytest.fail) is blocks[0]
