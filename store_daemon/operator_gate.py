@@ -68,13 +68,13 @@ def is_loopback(peer: str) -> bool:
     return address.is_loopback
 
 
-def read_token(path: Path) -> bytes:
-    """The secret of a token file: its only line.
+def read_token(path: Path, setting: str = "daemon.operator_token_file") -> bytes:
+    """The secret of a token file: its only line. `setting` is named in messages.
 
     Raises ConfigError when others than its owner may read it, the owner is another user, or it
     holds no such secret; the message never shows what is in it.
     """
-    what = f"daemon.operator_token_file {path}"
+    what = f"{setting} {path}"
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:

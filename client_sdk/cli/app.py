@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from client_sdk.cli.operator_app import add_commands as add_operator_commands
 from emberkv_proto import __version__
 
 app = typer.Typer(
@@ -24,6 +25,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 config_app = typer.Typer(help="The configuration that the parts would run with.")
+add_operator_commands(app)
 app.add_typer(config_app, name="config", no_args_is_help=True)
 doctor_app = typer.Typer()
 app.add_typer(doctor_app, name="doctor", invoke_without_command=True)
@@ -242,11 +244,10 @@ def config_show(
 
 def _cluster_addresses(config: Path | None, set_: list[str] | None) -> tuple[str, str]:
     """(index address, router URL) of the cluster that `up` would start with this config."""
-    from client_sdk.cli.cluster_plan import LOOPBACK, ClusterSettings
-    from client_sdk.settings import load_settings
+    from client_sdk.cli.cluster_plan import cluster_addresses
 
-    cluster = load_settings(ClusterSettings, config, tuple(set_ or ())).cluster
-    return f"{LOOPBACK}:{cluster.index_port}", f"http://{LOOPBACK}:{cluster.router_port}"
+    found = cluster_addresses(config, tuple(set_ or ()))
+    return found.index, found.router_url
 
 
 def _become(

@@ -18,7 +18,7 @@ from typing import Annotated
 from pydantic import Field
 
 from client_sdk.cli.process import ProcessSpec
-from client_sdk.settings import Section, Settings
+from client_sdk.settings import Section, Settings, load_settings
 from emberkv_proto.errors import ConfigError, PreflightError, UnavailableError
 
 MAX_SOCKET_PATH_BYTES = 107
@@ -48,6 +48,21 @@ class ClusterSection(Section):
 
 class ClusterSettings(Settings):
     cluster: ClusterSection = ClusterSection()
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterAddresses:
+    index: str
+    """host:port of the index's gRPC."""
+    router_url: str
+
+
+def cluster_addresses(config: Path | None, overrides: Sequence[str]) -> ClusterAddresses:
+    """Where the cluster is that `up` would start with this configuration. Raises ConfigError."""
+    cluster = load_settings(ClusterSettings, config, overrides).cluster
+    return ClusterAddresses(
+        f"{LOOPBACK}:{cluster.index_port}", f"http://{LOOPBACK}:{cluster.router_port}"
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,22 @@ from __future__ import annotations
 
 import sys
 
-from emberkv_proto.errors import EmberError, InvalidRequestError, PreflightError
+from emberkv_proto.errors import (
+    AccessDeniedError,
+    EmberError,
+    InvalidRequestError,
+    PreflightError,
+    UnauthenticatedError,
+    UnknownNamespaceError,
+)
 
+USER_ERRORS = (
+    AccessDeniedError,
+    InvalidRequestError,
+    PreflightError,
+    UnauthenticatedError,
+    UnknownNamespaceError,
+)
 _EXTRAS = {
     "typer": "cli",
     "rich": "cli",
@@ -43,7 +57,7 @@ def run_with(arguments: list[str]) -> int:
         return stopped.code if isinstance(stopped.code, int) else 0
     except EmberError as error:
         print(f"emberkv: {error}", file=sys.stderr)
-        return 2 if isinstance(error, (InvalidRequestError, PreflightError)) else 1
+        return 2 if isinstance(error, USER_ERRORS) else 1
     except ModuleNotFoundError as error:
         extra = _EXTRAS.get((error.name or "").partition(".")[0])
         if extra is None:

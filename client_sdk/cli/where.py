@@ -102,25 +102,47 @@ async def run_where(query: WhereQuery) -> Where:
         UnavailableError: index or engine (for the prompt's token ids) away. A router that is away
         is told in the answer.
     """
-    if not query.prompt and query.token_ids is None:
-        raise ConfigError("give a prompt, or token ids with --tokens")
     index = IndexClient(query.index_address, timeout_seconds=CALL_SECONDS)
     try:
         nodes = await indexed_nodes(index)
-        engine = choose_engine(nodes, query.model)
-        tokens = query.token_ids
-        if tokens is None:
-            tokens = tuple(await asyncio.to_thread(_tokenize, engine, query.prompt))
-        hashes = block_hashes(engine.namespace_id, list(tokens), engine.block_tokens)
-        hits = await index.query(index_keys(hashes)) if hashes else []
+        chain = await find_chain(query, nodes)
+        hits = await index.query(index_keys(chain.hashes)) if chain.hashes else []
     finally:
         await index.close()
     found = {hit.node_id: hit for hit in hits}
-    rows = tuple(node_where(node, found.get(node.node_id), len(hashes)) for node in nodes)
-    route, problem = await asyncio.to_thread(_explain, query.router_url, engine.model, tokens)
+    blocks = len(chain.hashes)
+    rows = tuple(node_where(node, found.get(node.node_id), blocks) for node in nodes)
+    engine = chain.engine
+    route, problem = await asyncio.to_thread(_explain, query.router_url, engine.model, chain.tokens)
     return Where(
-        engine.model, len(tokens), engine.block_tokens, tuple(hashes), rows, route, problem
+        engine.model, len(chain.tokens), engine.block_tokens, chain.hashes, rows, route, problem
     )
+
+
+@dataclass(frozen=True, slots=True)
+class PromptChain:
+    """A prompt as the store knows it."""
+
+    engine: EngineInfo
+    tokens: tuple[int, ...]
+    hashes: tuple[BlockHash, ...]
+
+
+async def find_chain(query: WhereQuery, nodes: Sequence[IndexedNode]) -> PromptChain:
+    """The blocks of the query's prompt, in the namespace of the engine that serves its model.
+
+    Raises:
+        ConfigError: nothing to look for, or no single namespace to hash it in.
+        UnavailableError: the engine is away, for a prompt's token ids.
+    """
+    if not query.prompt and query.token_ids is None:
+        raise ConfigError("give a prompt, or token ids with --tokens")
+    engine = choose_engine(nodes, query.model)
+    tokens = query.token_ids
+    if tokens is None:
+        tokens = tuple(await asyncio.to_thread(_tokenize, engine, query.prompt))
+    hashes = block_hashes(engine.namespace_id, list(tokens), engine.block_tokens)
+    return PromptChain(engine, tokens, tuple(hashes))
 
 
 def _tokenize(engine: EngineInfo, prompt: str) -> list[int]:
