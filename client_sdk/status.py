@@ -20,6 +20,32 @@ class TierStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class DriveStatus:
+    """A directory of the SSD tier."""
+
+    path: str
+    drive_id: str
+    """Empty until it was there once."""
+    state: str
+    capacity_bytes: int
+    used_bytes: int
+    written_bytes_total: int
+    """Over all lives: the wear."""
+    failed_reads: int
+    failed_writes: int
+
+
+@dataclass(frozen=True, slots=True)
+class PinStatus:
+    """Operators' pins on a node. The limit is that of hard pins."""
+
+    hard_blocks: int = 0
+    soft_blocks: int = 0
+    hard_bytes: int = 0
+    limit_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class NodeStatus:
     """A store daemon at one moment."""
 
@@ -36,6 +62,8 @@ class NodeStatus:
     seq: Seq
     counters: dict[str, float]
     version: str
+    drives: tuple[DriveStatus, ...] = ()
+    pins: PinStatus = PinStatus()
 
 
 def status_from_wire(message: store_pb2.StatusResponse) -> NodeStatus:
@@ -62,4 +90,23 @@ def status_from_wire(message: store_pb2.StatusResponse) -> NodeStatus:
         seq=Seq(message.seq),
         counters=dict(message.counters),
         version=message.version,
+        drives=tuple(
+            DriveStatus(
+                drive.path,
+                drive.drive_id,
+                drive.state,
+                drive.capacity_bytes,
+                drive.used_bytes,
+                drive.written_bytes_total,
+                drive.failed_reads,
+                drive.failed_writes,
+            )
+            for drive in message.drives
+        ),
+        pins=PinStatus(
+            message.pins.hard_blocks,
+            message.pins.soft_blocks,
+            message.pins.hard_bytes,
+            message.pins.limit_bytes,
+        ),
     )

@@ -52,6 +52,8 @@ COUNTERS = {
     "failed_pulls": ("failed_pulls", {}),
     "policy_failures": ("policy_failures", {}),
     "failed_tasks": ("failed_tasks", {}),
+    "reloads": ("reloads", {}),
+    "failed_reloads": ("failed_reloads", {}),
     "peer_granted_blocks": ("peer_granted_blocks", {}),
     "recovered_blocks_dram": ("recovered_blocks", {"tier": "dram"}),
     "recovered_blocks_ssd": ("recovered_blocks", {"tier": "ssd"}),

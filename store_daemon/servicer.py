@@ -168,7 +168,7 @@ class Servicer:
         ).SerializeToString()
 
     def status(self) -> store_pb2.StatusResponse:
-        store = self.store
+        store, pins = self.store, self.store.holdings.pins
         return store_pb2.StatusResponse(
             node_id=self._identity.node_id,
             incarnation=self._identity.incarnation,
@@ -199,6 +199,25 @@ class Servicer:
                 **dict(status_facts(store, time.monotonic())),
             },
             version=__version__,
+            drives=[
+                store_pb2.DriveStatus(
+                    path=str(drive.path),
+                    drive_id=drive.drive_id or "",
+                    state=drive.state,
+                    capacity_bytes=drive.capacity_bytes,
+                    used_bytes=drive.used_bytes,
+                    written_bytes_total=drive.written_bytes_total,
+                    failed_reads=drive.failed_reads,
+                    failed_writes=drive.failed_writes,
+                )
+                for drive in store.drive_states()
+            ],
+            pins=store_pb2.PinStatus(
+                hard_blocks=len(pins.hard),
+                soft_blocks=len(pins.soft),
+                hard_bytes=pins.hard_bytes,
+                limit_bytes=pins.limit_bytes,
+            ),
         )
 
     def check(self) -> store_pb2.CheckResponse:

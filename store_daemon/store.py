@@ -53,6 +53,7 @@ from store_daemon.sessions import (
 )
 from store_daemon.staged_run import StagedRun
 from store_daemon.tenants import Tenant
+from store_daemon.tiers.drive import DriveState
 from store_daemon.tiers.pool import Pool
 from store_daemon.tiers.slots import SizeClass, Slot
 from store_daemon.tiers.ssd import SsdTier
@@ -501,6 +502,9 @@ class BlockStore:
                 ssd.state if ssd is not None else "off",
             ),
         )
+
+    def drive_states(self) -> tuple[DriveState, ...]:
+        return self._ssd.drive_states() if self._ssd is not None else ()
 
     @property
     def staged_blocks(self) -> int:

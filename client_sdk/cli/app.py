@@ -8,13 +8,17 @@ import json
 import runpy
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
+from client_sdk.cli.operator_app import TokenOption
 from client_sdk.cli.operator_app import add_commands as add_operator_commands
 from emberkv_proto import __version__
+
+if TYPE_CHECKING:
+    from client_sdk.cli.operate import Daemon
 
 app = typer.Typer(
     name="emberkv",
@@ -135,13 +139,25 @@ def status(
     config: ConfigOption = None,
     set_: SetOption = None,
     index: IndexOption = "",
+    address: Annotated[
+        str, typer.Option("--address", metavar="HOST:PORT", help="Show this daemon only, in full.")
+    ] = "",
+    token_file: TokenOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show nodes, tiers, blocks, hit rate, index lag and engines of a running cluster."""
+    """Show nodes, tiers, blocks, hit rate, index lag and engines of a running cluster.
+
+    With --address: one daemon's state, tiers, drives, pins and tenants.
+    """
+    from client_sdk.cli.operate import find_daemon
     from client_sdk.cli.status import print_status, read_status, status_json
 
+    daemon = find_daemon(address, token_file, config, set_ or ())
+    if address:
+        _show_daemon(daemon, as_json)
+        return
     address = index or _cluster_addresses(config, set_)[0]
-    nodes = asyncio.run(read_status(address))
+    nodes = asyncio.run(read_status(address, daemon.access))
     if as_json:
         _print_json(status_json(address, nodes))
     else:
@@ -230,16 +246,31 @@ def config_show(
     config: ConfigOption = None,
     set_: SetOption = None,
     origin: Annotated[bool, typer.Option("--origin", help="Say where each value is from.")] = False,
+    live: Annotated[
+        bool, typer.Option("--live", help="Only what a running daemon takes over, and when.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Print every value of every section, after file, environment and flags."""
-    from client_sdk.cli.config_show import config_json, print_config, show_config
+    from client_sdk.cli.config_show import config_json, only_live, print_config, show_config
 
     shown = show_config(config, tuple(set_ or ()))
+    if live:
+        shown = only_live(shown)
     if as_json:
         _print_json(config_json(shown))
     else:
         print_config(_console(), shown, with_origin=origin)
+
+
+def _show_daemon(daemon: Daemon, as_json: bool) -> None:
+    from client_sdk.cli.node_status import node_json, print_node, read_node
+
+    status, tenants = asyncio.run(read_node(daemon))
+    if as_json:
+        _print_json(node_json(daemon.address, status, tenants))
+    else:
+        print_node(_console(), daemon.address, status, tenants)
 
 
 def _cluster_addresses(config: Path | None, set_: list[str] | None) -> tuple[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ class ShownValue:
     key: str
     value: Any
     origin: str
+    takes_effect: str = ""
+    """When a daemon that runs takes over a change; empty: at a restart, or not asked for."""
 
 
 def combined_settings() -> type[Settings]:
@@ -55,21 +57,39 @@ def show_config(path: Path | None, overrides: Sequence[str]) -> list[ShownValue]
     return shown
 
 
+def only_live(shown: Sequence[ShownValue]) -> list[ShownValue]:
+    """What a running daemon takes over from a changed configuration, and when."""
+    from store_daemon.live_settings import LIVE, LIVE_SECTIONS
+
+    found = []
+    for item in shown:
+        text = LIVE.get(f"{item.section}.{item.key}") or LIVE_SECTIONS.get(item.section)
+        if text is not None:
+            found.append(replace(item, takes_effect=text))
+    return found
+
+
 def config_json(shown: Sequence[ShownValue]) -> dict[str, Any]:
-    """Section -> key -> {value, origin}."""
+    """Section -> key -> {value, origin, and takes_effect where it is known}."""
     sections: dict[str, Any] = {}
     for item in shown:
         keys = sections.setdefault(item.section, {})
         keys[item.key] = {"value": item.value, "origin": item.origin}
+        if item.takes_effect:
+            keys[item.key]["takes_effect"] = item.takes_effect
     return sections
 
 
 def print_config(console: Console, shown: Sequence[ShownValue], *, with_origin: bool) -> None:
     table = Table(box=None, pad_edge=False)
     table.add_column("key", no_wrap=True)
-    for heading in ("value", *(("origin",) if with_origin else ())):
+    with_effect = any(item.takes_effect for item in shown)
+    extras = (*(("origin",) if with_origin else ()), *(("takes effect",) if with_effect else ()))
+    for heading in ("value", *extras):
         table.add_column(heading, overflow="fold")
     for item in shown:
         row = [f"{item.section}.{item.key}", json.dumps(item.value)]
-        table.add_row(*row, *((item.origin,) if with_origin else ()))
+        row += [item.origin] if with_origin else []
+        row += [item.takes_effect] if with_effect else []
+        table.add_row(*row)
     console.print(table)

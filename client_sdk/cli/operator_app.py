@@ -44,9 +44,7 @@ NamespaceOption = Annotated[
 ]
 HashesOption = Annotated[
     str,
-    typer.Option(
-        "--hashes", metavar="HEX,HEX|-", help="Hashes in chain order; - reads them."
-    ),
+    typer.Option("--hashes", metavar="HEX,HEX|-", help="Hashes in chain order; - reads them."),
 ]
 PromptFileOption = Annotated[
     Path | None, typer.Option("--prompt-file", help="Text whose blocks are meant.")

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from client_sdk.cli.remote import CALL_SECONDS, daemon_status, indexed_nodes
+from client_sdk.cli.remote import CALL_SECONDS, LOCAL, Access, daemon_status, indexed_nodes
 from client_sdk.index_client import IndexClient, IndexedNode
 from client_sdk.status import NodeStatus
 from emberkv_proto.errors import EmberError
@@ -44,24 +44,24 @@ class NodeView:
         return (local + counters.get("hit_blocks_peer", 0.0)) / asked if asked else None
 
 
-async def read_status(index_address: str) -> list[NodeView]:
+async def read_status(index_address: str, access: Access = LOCAL) -> list[NodeView]:
     """Ask the index for its nodes, and each node's daemon for itself.
 
     Raises:
         UnavailableError, DeadlineError: the index does not answer. A daemon that does not is
         reported as its node's problem.
     """
-    index = IndexClient(index_address, timeout_seconds=CALL_SECONDS)
+    index = IndexClient(index_address, timeout_seconds=CALL_SECONDS, tls=access.tls)
     try:
         nodes = await indexed_nodes(index)
     finally:
         await index.close()
-    return list(await asyncio.gather(*(_view(node) for node in nodes)))
+    return list(await asyncio.gather(*(_view(node, access) for node in nodes)))
 
 
-async def _view(node: IndexedNode) -> NodeView:
+async def _view(node: IndexedNode, access: Access) -> NodeView:
     try:
-        return NodeView(node, await daemon_status(node.grpc_address), "")
+        return NodeView(node, await daemon_status(node.grpc_address, access), "")
     except EmberError as error:
         return NodeView(node, None, str(error))
 
@@ -93,21 +93,25 @@ def _node_json(node: NodeView) -> dict[str, Any]:
             {"engine_id": e.engine_id, "url": e.url, "model": e.model, "role": e.role}
             for e in indexed.engines
         ],
-        "daemon": None
-        if daemon is None
-        else {
-            "state": daemon.state,
-            "version": daemon.version,
-            "uptime_seconds": daemon.uptime_seconds,
-            "seq": daemon.seq,
-            "sessions": daemon.sessions,
-            "leases": daemon.leases,
-            "staged_blocks": daemon.staged_blocks,
-            "hit_rate": node.hit_rate,
-            "tiers": [{**asdict(t), "tier": t.tier.name.lower()} for t in daemon.tiers],
-            "counters": daemon.counters,
-        },
+        "daemon": None if daemon is None else {**daemon_json(daemon), "hit_rate": node.hit_rate},
         "problem": node.problem,
+    }
+
+
+def daemon_json(status: NodeStatus) -> dict[str, Any]:
+    """All that a daemon says of itself, but for the engines' sessions, JSON-ready."""
+    return {
+        "state": status.state,
+        "version": status.version,
+        "uptime_seconds": status.uptime_seconds,
+        "seq": status.seq,
+        "sessions": status.sessions,
+        "leases": status.leases,
+        "staged_blocks": status.staged_blocks,
+        "tiers": [{**asdict(t), "tier": t.tier.name.lower()} for t in status.tiers],
+        "drives": [asdict(drive) for drive in status.drives],
+        "pins": asdict(status.pins),
+        "counters": status.counters,
     }
 
 

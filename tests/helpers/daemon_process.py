@@ -34,6 +34,8 @@ class DaemonProcess(ServerProcess):
     ssd_bytes: int = 0
     settings: dict[str, Any] = field(default_factory=dict)
     """More of `section.key`: value."""
+    config: Path | None = None
+    """A YAML file; what is set here wins over it."""
     faults: str = ""
     """EMBERKV_FAULTS of the next start."""
 
@@ -70,6 +72,10 @@ class DaemonProcess(ServerProcess):
             operator.connect()
             return True
         return False
+
+    def _command(self) -> list[str]:
+        config = [] if self.config is None else ["--config", str(self.config)]
+        return [*super()._command(), *config]
 
     def _remove_files(self) -> None:
         self.pool_path.unlink(missing_ok=True)

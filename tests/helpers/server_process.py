@@ -126,6 +126,10 @@ class ServerProcess:
         self._process = None
         return code
 
+    def hang_up(self) -> None:
+        """SIGHUP: have it read its configuration again."""
+        os.kill(self.pid, signal.SIGHUP)
+
     def pause(self) -> None:
         """SIGSTOP."""
         os.kill(self.pid, signal.SIGSTOP)

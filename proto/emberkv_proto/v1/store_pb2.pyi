@@ -237,8 +237,40 @@ class TierStatus(_message.Message):
     state: str
     def __init__(self, tier: _Optional[_Union[_common_pb2.Tier, str]] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., blocks: _Optional[int] = ..., state: _Optional[str] = ...) -> None: ...
 
+class DriveStatus(_message.Message):
+    __slots__ = ("path", "drive_id", "state", "capacity_bytes", "used_bytes", "written_bytes_total", "failed_reads", "failed_writes")
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    DRIVE_ID_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    WRITTEN_BYTES_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    FAILED_READS_FIELD_NUMBER: _ClassVar[int]
+    FAILED_WRITES_FIELD_NUMBER: _ClassVar[int]
+    path: str
+    drive_id: str
+    state: str
+    capacity_bytes: int
+    used_bytes: int
+    written_bytes_total: int
+    failed_reads: int
+    failed_writes: int
+    def __init__(self, path: _Optional[str] = ..., drive_id: _Optional[str] = ..., state: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., written_bytes_total: _Optional[int] = ..., failed_reads: _Optional[int] = ..., failed_writes: _Optional[int] = ...) -> None: ...
+
+class PinStatus(_message.Message):
+    __slots__ = ("hard_blocks", "soft_blocks", "hard_bytes", "limit_bytes")
+    HARD_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    SOFT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    HARD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    hard_blocks: int
+    soft_blocks: int
+    hard_bytes: int
+    limit_bytes: int
+    def __init__(self, hard_blocks: _Optional[int] = ..., soft_blocks: _Optional[int] = ..., hard_bytes: _Optional[int] = ..., limit_bytes: _Optional[int] = ...) -> None: ...
+
 class StatusResponse(_message.Message):
-    __slots__ = ("node_id", "incarnation", "state", "uptime_seconds", "tiers", "engines", "sessions", "leases", "staged_blocks", "seq", "counters", "version")
+    __slots__ = ("node_id", "incarnation", "state", "uptime_seconds", "tiers", "engines", "sessions", "leases", "staged_blocks", "seq", "counters", "version", "drives", "pins")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -258,6 +290,8 @@ class StatusResponse(_message.Message):
     SEQ_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    DRIVES_FIELD_NUMBER: _ClassVar[int]
+    PINS_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     incarnation: int
     state: str
@@ -270,7 +304,9 @@ class StatusResponse(_message.Message):
     seq: int
     counters: _containers.ScalarMap[str, float]
     version: str
-    def __init__(self, node_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., state: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[TierStatus, _Mapping]]] = ..., engines: _Optional[_Iterable[_Union[_common_pb2.EngineInfo, _Mapping]]] = ..., sessions: _Optional[int] = ..., leases: _Optional[int] = ..., staged_blocks: _Optional[int] = ..., seq: _Optional[int] = ..., counters: _Optional[_Mapping[str, float]] = ..., version: _Optional[str] = ...) -> None: ...
+    drives: _containers.RepeatedCompositeFieldContainer[DriveStatus]
+    pins: PinStatus
+    def __init__(self, node_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., state: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[TierStatus, _Mapping]]] = ..., engines: _Optional[_Iterable[_Union[_common_pb2.EngineInfo, _Mapping]]] = ..., sessions: _Optional[int] = ..., leases: _Optional[int] = ..., staged_blocks: _Optional[int] = ..., seq: _Optional[int] = ..., counters: _Optional[_Mapping[str, float]] = ..., version: _Optional[str] = ..., drives: _Optional[_Iterable[_Union[DriveStatus, _Mapping]]] = ..., pins: _Optional[_Union[PinStatus, _Mapping]] = ...) -> None: ...
 
 class CheckRequest(_message.Message):
     __slots__ = ()
