@@ -377,6 +377,11 @@ class BlockCatalog:
 
     # ---- asking ----
 
+    def doomed_slots(self) -> Iterator[Slot]:
+        """Slots of unlinked blocks that wait for their last reader."""
+        for block in self._doomed:
+            yield from filter(None, block.slots)
+
     def drain_events(self) -> list[Event]:
         """The changes since the last call, in order, neighbours of one kind as one event."""
         return self._book.drain()

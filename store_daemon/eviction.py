@@ -16,10 +16,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from emberkv_proto.types import NamespaceId
 from store_daemon.block import Block
-from store_daemon.catalog import BlockCatalog
 from store_daemon.policies.base import NOWHERE, EvictionPolicy
 from store_daemon.policies.lru import LruPolicy
-from store_daemon.tiers.slots import Extent, SizeClass
 
 log = logging.getLogger(__name__)
 REUSE_SECONDS = 1.0
@@ -299,33 +297,3 @@ class EvictionQueue:
                 for _, ticket, block in heap:
                     if block.ticket == ticket:
                         yield block
-
-
-def choose_extent(
-    extents: Iterable[Extent], wanted: SizeClass, catalog: BlockCatalog
-) -> Extent | None:
-    """The least recently used extent of another class whose blocks can all go at once.
-
-    O(slots) of the extents examined; an extent is left at its first block that must stay.
-    """
-    best: Extent | None = None
-    best_access = 0
-    for extent in extents:
-        if extent.size_class == wanted or len(extent.occupants) != extent.used_slots:
-            continue
-        if not _can_go_together(set(extent.occupants.values()), catalog):
-            continue
-        access = max(block.access for block in extent.occupants.values())
-        if best is None or access < best_access:
-            best, best_access = extent, access
-    return best
-
-
-def _can_go_together(blocks: set[Block], catalog: BlockCatalog) -> bool:
-    if any(block.pins or block.writers or block.stays for block in blocks):
-        return False
-    inside: dict[bytes, int] = {}
-    for block in blocks:
-        if block.leans and block.parent is not None:
-            inside[block.parent] = inside.get(block.parent, 0) + 1
-    return all(catalog.children(b.hash) == inside.get(b.hash, 0) for b in blocks)

@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from store_daemon.bandwidth import ReadSpeed
+from store_daemon.room import PoolRoom, free_slots, largest_free_bytes, measure_room
 from store_daemon.store import BlockStore
+from store_daemon.tiers.slots import SizeClass
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +33,39 @@ def source_speeds(store: BlockStore, now: float) -> list[SourceSpeed]:
     ]
 
 
+def room_bytes(room: PoolRoom) -> dict[str, int]:
+    """The pool's bytes by what can become of them; they add up to its size."""
+    return {
+        "stock": room.stock_bytes,
+        "free_slots": room.free_slot_bytes,
+        "evictable": room.evictable_bytes,
+        "held": room.held_bytes,
+        "filling": room.filling_bytes,
+        "resting": room.resting_bytes,
+        "doomed": room.doomed_bytes,
+        "overhead": room.overhead_bytes,
+    }
+
+
+def class_name(size_class: SizeClass) -> str:
+    """For operators: the namespace's first digits, and the part."""
+    return f"{size_class.namespace_id.hex()[:8]}_{size_class.part}"
+
+
 def status_facts(store: BlockStore, now: float) -> Iterator[tuple[str, float]]:
-    """Names and values for operators, beside the counters."""
+    """Names and values for operators, beside the counters. O(blocks in DRAM)."""
     for speed in source_speeds(store, now):
         yield f"{speed.source}_read_bytes_per_second", speed.bytes_per_second
         yield f"{speed.source}_read_seconds", speed.read_seconds
+    holdings = store.holdings
+    slots = holdings.pool.slots
+    classes = sorted(slots.classes())
+    room = measure_room(slots, holdings.catalog, classes, store.limbo)
+    yield "dram_largest_free_bytes", float(largest_free_bytes(slots))
+    yield "dram_departing_bytes", float(holdings.departures.waiting_bytes)
+    for state, count in room_bytes(room).items():
+        yield f"dram_{state}_bytes", float(count)
+    for size_class in classes:
+        name = class_name(size_class)
+        yield f"dram_free_slots_{name}", float(free_slots(slots, size_class).now)
+        yield f"dram_free_slots_{name}_evicting", float(room.slots_with_eviction[size_class])

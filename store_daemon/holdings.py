@@ -14,7 +14,8 @@ from store_daemon.block import Block, StoredNamespace
 from store_daemon.catalog import BlockCatalog, Freed
 from store_daemon.config import DramSection
 from store_daemon.departures import Departures
-from store_daemon.eviction import EvictionQueue, choose_extent
+from store_daemon.eviction import EvictionQueue
+from store_daemon.extents import choose_extent
 from store_daemon.pins import PinBook
 from store_daemon.policies import POLICIES
 from store_daemon.ports import EventSink
@@ -339,7 +340,7 @@ class Holdings:
             return False
         if own is oldest and own.slots[wanted.part] is not None:
             return self.let_go(own)
-        extent = choose_extent(self.pool.slots.extents(), wanted, self.catalog)
+        extent = choose_extent(self.pool.slots, wanted, self.catalog)
         blocks = set(extent.occupants.values()) if extent is not None else set()
         if blocks and not any(self.is_being_saved(block) for block in blocks):
             self.counters["moved_extents"] += 1

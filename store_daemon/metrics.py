@@ -15,6 +15,7 @@ from client_sdk import faults
 from emberkv_proto.types import Tier
 from store_daemon.facts import source_speeds
 from store_daemon.residency import STORED_TIERS
+from store_daemon.room import free_slots, largest_free_bytes
 from store_daemon.store import BlockStore
 
 COUNTERS = {
@@ -92,11 +93,38 @@ class StoreCollector(Collector):
         for name, (text, value) in gauges.items():
             yield GaugeMetricFamily(PREFIX + name, text, value=value)
         yield from self._speeds()
+        yield from self._room()
         yield CounterMetricFamily(
             PREFIX + "hole_blocks",
             "Blocks that came while their parent was in no tier.",
             value=store.holdings.catalog.holes,
         )
+
+    def _room(self) -> Iterator[Metric]:
+        """Only what is found in O(extents); status tells what could be evicted as well."""
+        slots = self._store.holdings.pool.slots
+        free = GaugeMetricFamily(
+            PREFIX + "dram_free_bytes",
+            "Free bytes: in extents of no class (stock), and in slots that serve one class only.",
+            labels=["where"],
+        )
+        free.add_metric(["stock"], slots.stock_extents * slots.extent_bytes)
+        free.add_metric(["free_slots"], slots.free_slot_bytes)
+        yield free
+        yield GaugeMetricFamily(
+            PREFIX + "dram_largest_free_bytes",
+            "The longest payload that can be allocated without evicting.",
+            value=largest_free_bytes(slots),
+        )
+        allocatable = GaugeMetricFamily(
+            PREFIX + "dram_free_slots",
+            "Parts of blocks that can be allocated without evicting.",
+            labels=["namespace", "part"],
+        )
+        for size_class in sorted(slots.classes()):
+            labels = [size_class.namespace_id.hex()[:8], str(size_class.part)]
+            allocatable.add_metric(labels, free_slots(slots, size_class).now)
+        yield allocatable
 
     def _speeds(self) -> Iterator[Metric]:
         rate = GaugeMetricFamily(

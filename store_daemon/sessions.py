@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from emberkv_proto.errors import InvalidRequestError
-from emberkv_proto.types import BlockHash, EngineInfo, StageState, Tier, TierDigest
+from emberkv_proto.types import BlockHash, EngineInfo, StageState
 from store_daemon.block import Block, StoredNamespace
 from store_daemon.leases import SessionId
 from store_daemon.tiers.slots import Slot
@@ -78,17 +78,3 @@ def count_states(states: bytearray) -> dict[str, int]:
     """How often each state occurs, by the counter's name; no zeros."""
     counts = {name: states.count(state) for state, name in _STAGE_COUNTERS.items()}
     return {name: count for name, count in counts.items() if count}
-
-
-@dataclass(frozen=True, slots=True)
-class TierState:
-    """A tier as operators and the index see it."""
-
-    tier: Tier
-    capacity_bytes: int
-    used_bytes: int
-    blocks: int
-    state: str
-
-    def digest(self, xor: int) -> TierDigest:
-        return TierDigest(self.tier, self.blocks, xor, self.capacity_bytes, self.used_bytes)

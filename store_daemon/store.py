@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -36,23 +37,17 @@ from store_daemon.holdings import Holdings
 from store_daemon.leases import PEERS as PEERS
 from store_daemon.leases import Lease, LeaseId, SessionId
 from store_daemon.lending import Lender, LendingTimes, Readers
+from store_daemon.limbo import Limbo
 from store_daemon.local_index import LocalIndex
 from store_daemon.namespaces import NamespaceBook
 from store_daemon.operations import Operations
 from store_daemon.ports import EventSink, PeerGrant, Puller, PullRoom
 from store_daemon.prefetching import NOTHING, Scheduled
 from store_daemon.quotas import change_quotas, tenants_of
-from store_daemon.sessions import (
-    Probed,
-    Session,
-    Staged,
-    StagedPart,
-    TierState,
-    count_states,
-    stage_state,
-)
+from store_daemon.sessions import Probed, Session, Staged, StagedPart, count_states, stage_state
 from store_daemon.staged_run import StagedRun
 from store_daemon.tenants import Tenant
+from store_daemon.tier_state import TierState, tier_states
 from store_daemon.tiers.drive import DriveState
 from store_daemon.tiers.pool import Pool
 from store_daemon.tiers.slots import SizeClass, Slot
@@ -113,8 +108,7 @@ class BlockStore:
         )
         self._last_session = 0
         self._last_stage = 0
-        self._limbo: list[tuple[float, Slot]] = []
-        """Slots that a writer who was cut off may still write to, and until when they rest."""
+        self.limbo = Limbo(pool.unlink)
         self._tasks: list[asyncio.Task[None]] = []
         self._is_trimming = False
 
@@ -193,8 +187,7 @@ class BlockStore:
             self.writeback.abandon()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.lender.promoter.settle()
-        self.holdings.give_back(slot for _, slot in self._limbo)
-        self._limbo.clear()
+        self.holdings.give_back(self.limbo.rested(math.inf))
         self._readers.shutdown()
         self._writer.shutdown()
 
@@ -485,23 +478,7 @@ class BlockStore:
     # ---- asking ----
 
     def tier_states(self) -> tuple[TierState, ...]:
-        slots, ssd = self.holdings.pool.slots, self._ssd
-        return (
-            TierState(
-                Tier.DRAM,
-                slots.extent_count * slots.extent_bytes,
-                slots.used_bytes,
-                self.holdings.blocks_of(Tier.DRAM),
-                "ok",
-            ),
-            TierState(
-                Tier.SSD,
-                ssd.capacity_bytes if ssd is not None else 0,
-                ssd.used_bytes if ssd is not None else 0,
-                self.holdings.blocks_of(Tier.SSD),
-                ssd.state if ssd is not None else "off",
-            ),
-        )
+        return tier_states(self.holdings, self._ssd)
 
     def drive_states(self) -> tuple[DriveState, ...]:
         return self._ssd.drive_states() if self._ssd is not None else ()
@@ -514,6 +491,7 @@ class BlockStore:
         """Assert every invariant of the store and its parts. O(blocks); for tests and operators."""
         self.holdings.check_integrity()
         self.lender.check_integrity()
+        self.limbo.check_integrity()
         if self.writeback is not None:
             self.writeback.check_integrity()
         for session in self.sessions.values():
@@ -574,10 +552,7 @@ class BlockStore:
         return slots
 
     def _rest(self, slots: Iterable[Slot]) -> None:
-        until = self._clock() + self._settings.daemon.lease_seconds
-        for slot in slots:
-            self.holdings.pool.unlink(slot)
-            self._limbo.append((until, slot))
+        self.limbo.rest(slots, self._clock() + self._settings.daemon.lease_seconds)
 
     def _became_resident(self, block: Block) -> None:
         self.lender.block_arrived(block)
@@ -605,9 +580,7 @@ class BlockStore:
         self.operations.forget_lost_pins()
         if self.writeback is not None:
             self.writeback.retry(now)
-        rested = [slot for until, slot in self._limbo if now >= until]
-        self._limbo = [entry for entry in self._limbo if now < entry[0]]
-        self.holdings.give_back(rested)
+        self.holdings.give_back(self.limbo.rested(now))
         self.holdings.publish()
         self._wake_writeback()
         self._trim_soon()

@@ -20,6 +20,7 @@ from emberkv_proto.shm_layout import (
     slots_per_extent,
 )
 from emberkv_proto.types import NamespaceId
+from store_daemon.tiers.extent_ages import ExtentAges
 
 if TYPE_CHECKING:
     from store_daemon.block import Block
@@ -52,6 +53,9 @@ class Extent:
     """Offset of the extent in the pool file."""
     free: list[int]
     occupants: dict[int, Block] = field(default_factory=dict)
+    floor: int = 0
+    order: int = 0
+    """Both are `ExtentAges`'s."""
     slot_bytes: int = field(init=False)
     headers_offset: int = field(init=False)
     payloads_offset: int = field(init=False)
@@ -94,6 +98,7 @@ class SlotAllocator:
         self._extents: dict[int, Extent] = {}
         self._open: dict[SizeClass, dict[int, Extent]] = {}
         self._carved_bytes = 0
+        self.ages = ExtentAges()
         self.used_bytes = 0
         self.generation = 0
 
@@ -105,6 +110,44 @@ class SlotAllocator:
     @property
     def usage(self) -> float:
         return self.used_bytes / self.capacity_bytes if self.capacity_bytes else 1.0
+
+    @property
+    def stock_extents(self) -> int:
+        """Extents that are carved for no class."""
+        return len(self._stock)
+
+    @property
+    def largest_payload(self) -> int:
+        """The longest part that fits an extent. O(log n)."""
+        low, high = 0, self.extent_bytes
+        while low < high:
+            middle = (low + high + 1) // 2
+            if slots_per_extent(self.extent_bytes, middle):
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def free_slots(self, size_class: SizeClass) -> int:
+        """Of the class's extents. O(those that are not full)."""
+        return sum(len(extent.free) for extent in self._open.get(size_class, {}).values())
+
+    @property
+    def free_slot_bytes(self) -> int:
+        """In carved extents. O(extents that are not full)."""
+        return sum(
+            len(extent.free) * extent.slot_bytes
+            for extents in self._open.values()
+            for extent in extents.values()
+        )
+
+    def open_classes(self) -> list[SizeClass]:
+        """Those that have free slots."""
+        return [size_class for size_class, extents in self._open.items() if extents]
+
+    def classes(self) -> set[SizeClass]:
+        """Those that have extents. O(extents)."""
+        return {extent.size_class for extent in self._extents.values()}
 
     def extents(self) -> Iterator[Extent]:
         yield from self._extents.values()
@@ -139,6 +182,8 @@ class SlotAllocator:
             del extent.free[first:]
             if not extent.free:
                 del extents[extent.number]
+            if extent.floor:
+                self.ages.reset(extent)
             base, step = extent.payloads_offset, extent.slot_bytes
             self.used_bytes += len(numbers) * step
             taken += [Slot(extent, number, base + number * step) for number in numbers]
@@ -179,11 +224,13 @@ class SlotAllocator:
         self._open[extent.size_class].pop(extent.number, None)
         del self._extents[extent.number]
         self._carved_bytes -= extent.slot_count * extent.slot_bytes
+        self.ages.retire(extent)
         self._stock.append(extent.number)
 
     def check_integrity(self) -> None:
         """Assert that every extent is in the stock or carved, and that counters agree."""
         assert sorted([*self._stock, *self._extents]) == list(range(self.extent_count))
+        self.ages.check_integrity([*self._extents.values()])
         used = carved = 0
         for extent in self._extents.values():
             assert len(set(extent.free)) == len(extent.free), "a slot is free twice"
@@ -203,10 +250,13 @@ class SlotAllocator:
         self._extents[number] = extent
         self._open.setdefault(size_class, {})[number] = extent
         self._carved_bytes += count * size_class.slot_bytes
+        self.ages.add(extent)
         return extent
 
     def _take_from(self, extent: Extent, number: int) -> Slot:
         if not extent.free:
             del self._open[extent.size_class][extent.number]
+        if extent.floor:
+            self.ages.reset(extent)
         self.used_bytes += extent.slot_bytes
         return Slot(extent, number, extent.payloads_offset + number * extent.slot_bytes)

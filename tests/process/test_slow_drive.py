@@ -22,6 +22,8 @@ OTHERS = [
     for first in range(50_000, 60_000, 1000)
 ]
 READ_SECONDS = 0.3
+STATES = ("stock", "free_slots", "evictable", "held", "filling", "resting", "doomed", "overhead")
+ROOM = {f"dram_{state}_bytes" for state in STATES}
 PATIENCE_SECONDS = 30.0
 
 
@@ -82,4 +84,6 @@ def test_a_drive_slower_than_computing_is_not_waited_for(tmp_path: Path) -> None
         counters = client.status().counters
         assert counters["not_worth_blocks"] > 0
         assert counters["ssd_read_seconds"] >= READ_SECONDS
+        room = {n: v for n, v in counters.items() if n in ROOM}
+        assert sum(room.values()) == 4 * MIB, "every byte is free, evictable, or says why not"
         assert 0 < counters["ssd_read_bytes_per_second"] <= 65536 / READ_SECONDS

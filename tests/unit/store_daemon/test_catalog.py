@@ -11,7 +11,8 @@ from emberkv_proto.types import BlockHash, Tier
 from store_daemon import catalog
 from store_daemon.block import Block, StoredNamespace
 from store_daemon.catalog import BlockCatalog
-from store_daemon.eviction import EvictionQueue, choose_extent
+from store_daemon.eviction import EvictionQueue
+from store_daemon.extents import choose_extent
 from store_daemon.tiers.slots import Slot, SlotAllocator
 from store_daemon.tiers.ssd import SsdRow
 from tests.helpers.store import chain, small_namespace
@@ -224,7 +225,7 @@ def test_an_extent_moves_only_when_all_in_it_can_go(
 ) -> None:
     blocks = fixture.put_chain(chain(PLAIN.namespace, 3))
     hold(fixture, blocks)
-    chosen = choose_extent(fixture.slots.extents(), TWO_PARTS.size_classes[0], fixture.catalog)
+    chosen = choose_extent(fixture.slots, TWO_PARTS.size_classes[0], fixture.catalog)
     assert (chosen is not None) == is_movable
-    own = choose_extent(fixture.slots.extents(), PLAIN.size_classes[0], fixture.catalog)
+    own = choose_extent(fixture.slots, PLAIN.size_classes[0], fixture.catalog)
     assert own is None, "an extent of the wanted class is not moved"
