@@ -102,6 +102,7 @@ async def run_where(query: WhereQuery) -> Where:
         UnavailableError: index or engine (for the prompt's token ids) away. A router that is away
         is told in the answer.
     """
+    _check_asked(query)
     index = IndexClient(query.index_address, timeout_seconds=CALL_SECONDS)
     try:
         nodes = await indexed_nodes(index)
@@ -135,14 +136,18 @@ async def find_chain(query: WhereQuery, nodes: Sequence[IndexedNode]) -> PromptC
         ConfigError: nothing to look for, or no single namespace to hash it in.
         UnavailableError: the engine is away, for a prompt's token ids.
     """
-    if not query.prompt and query.token_ids is None:
-        raise ConfigError("give a prompt, or token ids with --tokens")
+    _check_asked(query)
     engine = choose_engine(nodes, query.model)
     tokens = query.token_ids
     if tokens is None:
         tokens = tuple(await asyncio.to_thread(_tokenize, engine, query.prompt))
     hashes = block_hashes(engine.namespace_id, list(tokens), engine.block_tokens)
     return PromptChain(engine, tokens, tuple(hashes))
+
+
+def _check_asked(query: WhereQuery) -> None:
+    if not query.prompt and query.token_ids is None:
+        raise ConfigError("give a prompt, or token ids with --tokens")
 
 
 def _tokenize(engine: EngineInfo, prompt: str) -> list[int]:
