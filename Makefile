@@ -8,7 +8,7 @@ PROTOS = $(wildcard proto/emberkv_proto/v1/*.proto)
 PROTOC = $(PROTO_VENV)/bin/python -m grpc_tools.protoc -I proto
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-vllm lint fmt type proto proto-check check ci crash bench clean
+.PHONY: help setup demo test test-fast test-vllm lint fmt type proto proto-check check ci crash soak bench clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -80,6 +80,10 @@ LOOPS ?= 100
 crash: setup ## kill -9 a loaded daemon LOOPS times and check that nothing acknowledged is lost
 	$(BIN)/python -m tests.process.crash_campaign --loops $(LOOPS) \
 	  $(if $(SEED),--seed $(SEED)) $(if $(FIRST),--first-loop $(FIRST))
+
+MINUTES ?= 10
+soak: setup ## hammer a daemon at 105 % of its capacity for MINUTES, every byte checked
+	$(BIN)/python -m tests.process.soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
 
 bench: setup ## run the benchmarks, quick form, all of them also when a target is missed
 	@missed=; for part in $(patsubst benchmarks/%.py,%,$(filter-out benchmarks/_% benchmarks/vllm.py, $(wildcard benchmarks/*.py))); do \

@@ -1,7 +1,8 @@
-"""Processes that carry a word in their command line, as the kernel lists them."""
+"""Processes as the kernel shows them: found by a word of their command line, and how large."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 
@@ -17,3 +18,16 @@ def _has(cmdline: Path, word: str) -> bool:
         return word.encode() in cmdline.read_bytes()
     except OSError:
         return False  # it ended meanwhile
+
+
+def private_bytes(pid: int) -> int:
+    """Resident memory that is the process's own: not files, not a mapped pool."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) << 10
+    raise AssertionError(f"the kernel does not say RssAnon of {pid}")
+
+
+def descriptors(pid: int) -> int:
+    """How many files a process has open."""
+    return len(os.listdir(f"/proc/{pid}/fd"))

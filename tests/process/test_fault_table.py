@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import signal
 import time
 from dataclasses import replace
@@ -27,6 +26,7 @@ from tests.helpers.cluster import Cluster, NodeProcess, wait_until
 from tests.helpers.daemon_process import DaemonProcess
 from tests.helpers.engine_process import STEP, EngineProcess
 from tests.helpers.fake_engine import FakeEngine
+from tests.helpers.processes import descriptors, private_bytes
 
 pytestmark = pytest.mark.process
 WAIT_SECONDS = 30.0
@@ -405,18 +405,6 @@ def reboot(pool: Path) -> None:
         header = PoolHeader.unpack(file.read(128))
         file.seek(0)
         file.write(replace(header, boot_id=bytes(b ^ 0xFF for b in header.boot_id)).pack())
-
-
-def private_bytes(pid: int) -> int:
-    """Resident memory that is the process's own: not files, not the pool."""
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) << 10
-    raise AssertionError("no RssAnon")
-
-
-def descriptors(pid: int) -> int:
-    return len(os.listdir(f"/proc/{pid}/fd"))
 
 
 def complete(router_url: str) -> str:
