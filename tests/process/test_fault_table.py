@@ -208,7 +208,7 @@ def test_a_disk_that_is_full_in_mid_record_degrades_the_tier_and_dram_goes_on(
         write(node, 1)
         cluster.await_rest()
         node.kill()
-        node.faults = "mid_segment_write=fail:ENOSPC*2"
+        node.faults = "mid_segment_write=fail:ENOSPC@1"
         node.start()
         write(node, 2)
         wait_until(lambda: "No space left" in node.tier_state(Tier.SSD), "the tier says why")
