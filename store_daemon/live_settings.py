@@ -28,6 +28,8 @@ LIVE: Mapping[str, str] = {
     "dram.tenant_quota_bytes": "at once; who is over it loses blocks when room is needed",
     "ssd.tenant_quota_bytes": "at once, for the next copy",
     "ssd.queue_blocks": "for the next block",
+    "ssd.write_bytes_per_second": "for the next batch",
+    "ssd.scrub_bytes_per_second": "at the next step",
 }
 """Key -> when a change of it takes effect. Everything else needs a restart."""
 LIVE_SECTIONS: Mapping[str, str] = {

@@ -16,6 +16,7 @@ from emberkv_proto.types import Tier
 from store_daemon.facts import source_speeds
 from store_daemon.residency import STORED_TIERS
 from store_daemon.room import free_slots, largest_free_bytes
+from store_daemon.ssd_metrics import ssd_metrics
 from store_daemon.store import BlockStore
 
 COUNTERS = {
@@ -45,6 +46,10 @@ COUNTERS = {
     "corrupt_blocks": ("corrupt_blocks", {}),
     "ssd_read_errors": ("ssd_read_errors", {}),
     "reclaimed_reads": ("reclaimed_reads", {}),
+    "scrubbed_records": ("scrubbed_records", {}),
+    "scrubbed_bytes": ("scrubbed_bytes", {}),
+    "scrub_corrupt": ("scrub_corrupt_records", {}),
+    "scrub_passes": ("scrub_passes", {}),
     "writeback_blocks": ("writeback_blocks", {"result": "written"}),
     "writeback_skipped_blocks": ("writeback_blocks", {"result": "skipped"}),
     "writeback_failed_blocks": ("writeback_blocks", {"result": "failed"}),
@@ -74,6 +79,8 @@ class StoreCollector(Collector):
         yield from self._tiers()
         yield from self._counts()
         store = self._store
+        if store.ssd is not None:
+            yield from ssd_metrics(store.ssd)
         gauges = {
             "leases": ("Leases that are held.", len(store.lender.leases)),
             "sessions": ("Open sessions.", len(store.sessions)),

@@ -134,7 +134,11 @@ class _Calls:
         return common_pb2.Empty()
 
     async def scrub(self, request: store_pb2.ScrubRequest) -> Message:
-        raise InvalidRequestError("this daemon does not scrub")
+        scrubbing = self._servicer.store.scrubbing
+        if scrubbing is None:
+            raise InvalidRequestError("there is nothing to scrub: ssd.capacity_bytes is 0")
+        plan = scrubbing.scrub_now()
+        return store_pb2.ScrubResponse(records=plan.records, expected_seconds=plan.expected_seconds)
 
     async def reload(self, request: store_pb2.ReloadRequest) -> Message:
         changes = self._reload()

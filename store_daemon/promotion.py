@@ -126,6 +126,13 @@ class Promoter:
         self._holdings.unpin([block])
         return True
 
+    async def verify_all(self, blocks: Iterable[Block]) -> None:
+        """Check recovered DRAM blocks one at a time, so that later reads need not wait for it."""
+        for block in blocks:
+            if block.in_dram and not block.is_verified:
+                self.bring(block, ())
+                await self.settle()
+
     async def settle(self) -> None:
         """Wait for every move in flight. Bounded by the I/O of those."""
         while self._moving:

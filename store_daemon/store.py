@@ -44,6 +44,7 @@ from store_daemon.operations import Operations
 from store_daemon.ports import EventSink, PeerGrant, Puller, PullRoom
 from store_daemon.prefetching import NOTHING, Scheduled
 from store_daemon.quotas import change_quotas, tenants_of
+from store_daemon.scrubbing import Scrubbing
 from store_daemon.sessions import Probed, Session, Staged, StagedPart, count_states, stage_state
 from store_daemon.staged_run import StagedRun
 from store_daemon.tenants import Tenant
@@ -82,27 +83,24 @@ class BlockStore:
         self.is_draining = False
         self._settings = settings
         self._index = index
-        self._ssd = ssd
+        self.ssd = ssd
         self._clock = clock
-        self._namespaces = NamespaceBook(index, pool.slots)
+        namespaces = self._namespaces = NamespaceBook(index, pool.slots)
         self._readers = ThreadPoolExecutor(settings.ssd.io_threads, "ember-read")
         self._writer = ThreadPoolExecutor(1, "ember-write")
         times = LendingTimes(settings.daemon.lease_seconds, settings.daemon.peer_timeout_seconds)
         readers = Readers(self._readers, settings.ssd.io_threads)
         self.lender = Lender(self.holdings, ssd, readers, times, clock)
-        self.writeback = (
-            WritebackQueue(
-                self.holdings,
-                self._namespaces,
-                ssd,
-                settings.ssd,
-                self._writer,
-                clock,
-                self._trim_soon,
+        self.writeback: WritebackQueue | None = None
+        self.scrubbing: Scrubbing | None = None
+        if ssd is not None:
+            writeback = self.writeback = WritebackQueue(
+                self.holdings, namespaces, ssd, settings.ssd, self._writer, clock, self._trim_soon
             )
-            if ssd is not None
-            else None
-        )
+            promoter = self.lender.promoter
+            self.scrubbing = Scrubbing(
+                self.holdings, ssd, self._readers, settings.ssd, clock, promoter, writeback
+            )
         self.operations = Operations(
             self.holdings, index, self._namespaces, clock, self._wake_writeback
         )
@@ -132,7 +130,7 @@ class BlockStore:
         holdings.pool.found.clear()
         self._rest(holdings.pool.found_staged)
         holdings.pool.found_staged.clear()
-        for row in self._ssd.recovered_rows() if self._ssd is not None else ():
+        for row in self.ssd.recovered_rows() if self.ssd is not None else ():
             known = self._namespaces.get(row.namespace_id)
             if known is None or not catalog.recover_row(
                 known, row, holdings.tenants.of(row.salt_id)
@@ -147,16 +145,17 @@ class BlockStore:
     def start(self) -> None:
         """Begin writing back, expiring and verifying what was recovered."""
         loop = asyncio.get_running_loop()
+        recovered = list(self.holdings.catalog.resident(Tier.DRAM))
         self._tasks = [
             loop.create_task(self._tick(), name="tick"),
-            loop.create_task(self._verify_recovered(), name="verify"),
+            loop.create_task(self.lender.promoter.verify_all(recovered), name="verify"),
         ]
-        if self.writeback is not None:
+        if self.writeback is not None and self.scrubbing is not None:
             self._tasks.append(loop.create_task(self.writeback.run(), name="writeback"))
-            for block in list(self.holdings.catalog.resident(Tier.DRAM)):
+            self._tasks.append(loop.create_task(self.scrubbing.run(), name="scrub"))
+            for block in recovered:
                 self.writeback.committed(block)
             self.writeback.wake()
-
         for task in self._tasks:
             task.add_done_callback(self._note_failure)
 
@@ -205,8 +204,9 @@ class BlockStore:
         self.lender.set_times(LendingTimes(daemon.lease_seconds, daemon.peer_timeout_seconds))
         self.holdings.reconfigure(settings.dram)
         change_quotas(self.holdings.tenants, self._settings, settings)
-        if self.writeback is not None:
-            self.writeback.limit_to(settings.ssd.queue_blocks)
+        if self.writeback is not None and self.scrubbing is not None:
+            self.writeback.reconfigure(settings.ssd)
+            self.scrubbing.set_rate(settings.ssd.scrub_bytes_per_second)
         self._settings = settings
         self._trim_soon()
 
@@ -478,10 +478,10 @@ class BlockStore:
     # ---- asking ----
 
     def tier_states(self) -> tuple[TierState, ...]:
-        return tier_states(self.holdings, self._ssd)
+        return tier_states(self.holdings, self.ssd)
 
     def drive_states(self) -> tuple[DriveState, ...]:
-        return self._ssd.drive_states() if self._ssd is not None else ()
+        return self.ssd.drive_states() if self.ssd is not None else ()
 
     @property
     def staged_blocks(self) -> int:
@@ -594,10 +594,3 @@ class BlockStore:
         while True:
             await asyncio.sleep(TICK_SECONDS)
             self.tick()
-
-    async def _verify_recovered(self) -> None:
-        """Check recovered DRAM blocks one at a time, so that later reads need not wait for it."""
-        for block in list(self.holdings.catalog.resident(Tier.DRAM)):
-            if block.in_dram and not block.is_verified:
-                self.lender.promoter.bring(block, ())
-                await self.lender.promoter.settle()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 
@@ -29,6 +29,8 @@ from store_daemon.tiers.ssd import SsdFailure, SsdRecord, SsdRow, SsdTier
 log = logging.getLogger(__name__)
 BATCH_BLOCKS = 32
 BATCH_BYTES = 64 << 20
+LONGEST_WAIT_SECONDS = 0.25
+"""For the byte rate of the drives; then it is seen whether the daemon ends."""
 
 
 @dataclass(slots=True)
@@ -79,14 +81,17 @@ class WritebackQueue:
             holdings.queue.on_reused = self._reused
         self._wake = asyncio.Event()
         self._is_closing = False
+        self._piece_bytes = ssd.segment_bytes // 4
         advise(ssd, holdings)
 
     def __len__(self) -> int:
         return len(self._queued)
 
-    def limit_to(self, queue_blocks: int) -> None:
-        """Another limit for what is offered from now on."""
-        self._limit, self._most = queue_blocks, max(queue_blocks, len(self._queued))
+    def reconfigure(self, config: SsdSection) -> None:
+        """Take over the queue's length and the byte rate; what waits already stays."""
+        self._limit = config.queue_blocks
+        self._most = max(self._limit, len(self._queued))
+        self._ssd.set_write_rate(config.write_bytes_per_second)
 
     @property
     def retrying(self) -> int:
@@ -112,7 +117,9 @@ class WritebackQueue:
 
     def is_being_saved(self, victim: Block) -> bool:
         """Whether a victim's SSD copy is on its way; in mode on_evict it is ordered now."""
-        if victim.is_saved or not victim.in_dram or not self._ssd.is_writable or self._is_closing:
+        if victim.is_saved or not victim.in_dram or self._is_closing:
+            return False
+        if not self._ssd.is_writable or self._must_wait:
             return False
         if self._mode != "on_evict":
             return victim in self._queued
@@ -152,7 +159,22 @@ class WritebackQueue:
             await self._wake.wait()
             self._wake.clear()
             while self._waiting or self._has_chores:
-                await self.write_batch()
+                if self._must_wait and not self._has_chores:
+                    self._let_evict()
+                    await asyncio.sleep(min(self._ssd.write_delay_seconds, LONGEST_WAIT_SECONDS))
+                else:
+                    await self.write_batch()
+
+    def _let_evict(self) -> None:
+        """Room for engines goes before copies: what waits for the byte rate may be evicted."""
+        for block in self._waiting:
+            if block.stays & UNWRITTEN:
+                self._holdings.writing_ended(block)
+
+    @property
+    def _must_wait(self) -> bool:
+        """Whether ssd.write_bytes_per_second is used up. What is left at the end is written."""
+        return self._ssd.write_delay_seconds > 0 and not self._is_closing
 
     def close(self) -> None:
         """Let `run` return once the queue is empty."""
@@ -193,9 +215,12 @@ class WritebackQueue:
     def _next_blocks(self) -> list[Block]:
         blocks: list[Block] = []
         size = 0
+        if self._must_wait:
+            return blocks
+        most_bytes = min(BATCH_BYTES, self._ssd.write_bytes_per_second or BATCH_BYTES)
         ordered: Counter[Tenant] = Counter()
         """Bytes that this batch adds to each tenant's account."""
-        while self._waiting and len(blocks) < BATCH_BLOCKS and size < BATCH_BYTES:
+        while self._waiting and len(blocks) < BATCH_BLOCKS and size < most_bytes:
             block = self._waiting.popleft()
             if not block.in_dram or block.is_saved or block.is_doomed:
                 self._leave_queue(block)
@@ -290,16 +315,46 @@ class WritebackQueue:
             if checksum(records[i].payload[: records[i].length]) != records[i].checksum
         }
         good = [record for i, record in enumerate(records) if i not in written.corrupt]
-        written.results = self._ssd.append(good)
-        written.after.append(self._ssd.reclaim())
-        # One reclaim makes room for one segment; a batch may need several.
-        while written.after[-1]:
-            failed = [i for i, r in enumerate(written.results) if isinstance(r, SsdFailure)]
-            if not failed:
-                break
-            for i, result in zip(failed, self._ssd.append([good[i] for i in failed]), strict=True):
-                written.results[i] = result
-            written.after.append(self._ssd.reclaim())
+        for piece in self._pieces(good):
+            results = self._ssd.append(piece)
+            written.results += results
+            self._reclaim_and_retry(written, piece, results)
+
+    def _pieces(self, records: Sequence[SsdRecord]) -> Iterator[list[SsdRecord]]:
+        """Cut a batch so that reclaim, in between, finds room for what it keeps."""
+        piece: list[SsdRecord] = []
+        size = 0
+        for record in records:
+            if piece and size + len(record.payload) > self._piece_bytes:
+                yield piece
+                piece, size = [], 0
+            piece.append(record)
+            size += len(record.payload)
+        if piece:
+            yield piece
+
+    def _reclaim_and_retry(
+        self,
+        written: _Written,
+        piece: Sequence[SsdRecord],
+        results: Sequence[SsdRow | SsdFailure],
+    ) -> None:
+        """One reclaim makes room for one segment; a piece may need several."""
+        first = len(written.results) - len(piece)
+        failed = [at for at, result in enumerate(results) if isinstance(result, SsdFailure)]
+        changes = self._ssd.reclaim()
+        written.after.append(changes)
+        while failed and changes:
+            again = self._ssd.append([piece[at] for at in failed])
+            for at, result in zip(failed, again, strict=True):
+                written.results[first + at] = result
+            failed = [
+                at
+                for at, result in zip(failed, again, strict=True)
+                if isinstance(result, SsdFailure)
+            ]
+            changes = self._ssd.reclaim()
+            written.after.append(changes)
 
     def _take_over(self, blocks: list[Block], records: list[SsdRecord], written: _Written) -> None:
         """Enter the rows in the catalog, in the order in which things happened on disk."""

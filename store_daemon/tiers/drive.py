@@ -22,6 +22,7 @@ from store_daemon.tiers import segments
 from store_daemon.tiers.backoff import Backoff
 from store_daemon.tiers.drive_marker import (
     ADOPT_NAME,
+    MARKER_NAME,
     create_marker,
     read_marker,
     read_wear,
@@ -40,6 +41,7 @@ from store_daemon.tiers.segments import PAGE_BYTES, SsdRow
 
 _log = logging.getLogger(__name__)
 OK = "ok"
+_NOT_THIS_DRIVE = "the directory is not this drive's any more"
 DISK_TOLERANCE_BYTES = 64 * 1024
 """How far a file system's own blocks may change what a file takes."""
 
@@ -200,7 +202,7 @@ class Drive:
         """Raises OSError or PreflightError unless this very drive can be read."""
         marker = read_marker(self.path)
         if marker is None or marker.drive_id != self.id:
-            raise OSError(errno.ENODEV, "the directory is not this drive's any more")
+            raise OSError(errno.ENODEV, _NOT_THIS_DRIVE)
         for segment in list(self.segments.values())[:1]:
             fd = os.open(segment.path, os.O_RDONLY | os.O_CLOEXEC | direct_flag(self.direct_io))
             try:
@@ -226,14 +228,19 @@ class Drive:
     def create(self, number: int) -> OpenSegment:
         """Begin a segment. Raises OSError and leaves nothing."""
         # Counted before it is written: a kill may make the drive look more worn, never less.
-        write_wear(self.path, self.written_bytes_total + self._segment_bytes)
+        self._save_wear(self.written_bytes_total + self._segment_bytes)
         opened = OpenSegment(self.path, number, self._segment_bytes, self.direct_io)
         self.add(opened.segment)
         return opened
 
     def save_wear(self) -> None:
         """Raises OSError."""
-        write_wear(self.path, self.written_bytes_total)
+        self._save_wear(self.written_bytes_total)
+
+    def _save_wear(self, written_bytes: int) -> None:
+        if not (self.path / MARKER_NAME).exists():  # nothing is put in an empty mount point
+            raise OSError(errno.ENODEV, _NOT_THIS_DRIVE)
+        write_wear(self.path, written_bytes)
 
     def add(self, segment: Segment) -> None:
         self.segments[segment.number] = segment

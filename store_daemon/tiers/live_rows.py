@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from store_daemon.local_index import LocalIndex
+from store_daemon.tiers import segments
 from store_daemon.tiers.backoff import Backoff
 from store_daemon.tiers.drive import Drive
 from store_daemon.tiers.drive_marker import KnownDrive
@@ -38,6 +39,8 @@ class LiveRows:
         self.drives = drives
         self.index_trouble = Backoff()
         self._live = dict(live)
+        self.record_bytes = sum(segments.record_bytes(row.length) for row in live.values())
+        """Of all live records, headers and padding included."""
         self._undeleted: dict[RowKey, SsdRow] = {}
         self._index = index
         self._clock = clock
@@ -85,8 +88,8 @@ class LiveRows:
                 earlier = self._live.get(row.key)
                 if earlier is not None:
                     del self.segment(earlier.segment).rows[row.key]
-                self._live[row.key] = row
-                segment.rows[row.key] = row
+                    self.record_bytes -= segments.record_bytes(earlier.length)
+                self._enter(row, segment)
             segment.records_end = rows[-1].end
             self.index_trouble.worked()
 
@@ -96,6 +99,7 @@ class LiveRows:
             for row in rows:
                 del self._live[row.key]
                 del self.segment(row.segment).rows[row.key]
+                self.record_bytes -= segments.record_bytes(row.length)
                 self._undeleted[row.key] = row
             try:
                 self._delete_from_index()
@@ -121,8 +125,7 @@ class LiveRows:
             self._index.put_rows(taken)
             self._index.mark_covered(highest_number)
             for row in taken:
-                self._live[row.key] = row
-                self.segment(row.segment).rows[row.key] = row
+                self._enter(row, self.segment(row.segment))
                 self._undeleted.pop(row.key, None)
         return taken
 
@@ -143,6 +146,11 @@ class LiveRows:
     def index_failed(self, error: Exception) -> None:
         self.index_trouble.failed(str(error), self._clock())
         _log.warning("the local index lags behind the ssd tier: %s", error)
+
+    def _enter(self, row: SsdRow, segment: Segment) -> None:
+        self._live[row.key] = row
+        segment.rows[row.key] = row
+        self.record_bytes += segments.record_bytes(row.length)
 
     def _delete_from_index(self) -> None:
         if self._undeleted:
@@ -165,6 +173,8 @@ class LiveRows:
             assert len(set(numbers)) == len(numbers), "a segment number is used twice"
             assert rows == self._live, "rows of segments differ from the live rows"
             assert count == len(self._live)
+            sizes = (segments.record_bytes(row.length) for row in self._live.values())
+            assert sum(sizes) == self.record_bytes
             if self.index_trouble.why is None:
                 stored = {row.key: row for row in self._index.rows()}
                 for key in self._undeleted:

@@ -105,6 +105,7 @@ class SsdRecord:
             row.length,
             row.checksum,
             payload,
+            row.salt_id,
         )
 
 

@@ -11,6 +11,7 @@ from store_daemon.tiers.drive import Drive
 from store_daemon.tiers.live_rows import IndexFailedError, LiveRows
 from store_daemon.tiers.open_segment import OpenSegment, Segment, SsdRecord
 from store_daemon.tiers.segments import PAGE_BYTES, SsdRow
+from store_daemon.tiers.token_bucket import TokenBucket
 
 _log = logging.getLogger(__name__)
 
@@ -29,6 +30,7 @@ class SegmentWriter:
         self.next_number = next_number
         """Of the next segment; never used twice, on whatever drive."""
         self.bytes_written = 0
+        self.budget = TokenBucket(config.write_bytes_per_second, clock())
 
     @property
     def open_segment(self) -> Segment | None:
@@ -137,3 +139,4 @@ class SegmentWriter:
     def _count_written(self, drive: Drive, byte_count: int) -> None:
         drive.written_bytes_total += byte_count
         self.bytes_written += byte_count
+        self.budget.spend(byte_count, self._clock())

@@ -30,8 +30,9 @@ from store_daemon.tiers import segments
 from store_daemon.tiers.changes import TierChanges
 from store_daemon.tiers.drive import OK, Drive, DriveState
 from store_daemon.tiers.live_rows import LiveRows
-from store_daemon.tiers.open_segment import SsdRecord
+from store_daemon.tiers.open_segment import Segment, SsdRecord
 from store_daemon.tiers.reclaim import Reclaimer
+from store_daemon.tiers.scrub import Scrubber, ScrubStep
 from store_daemon.tiers.segment_file import aligned_memory, direct_flag, read_record
 from store_daemon.tiers.segment_writer import SegmentWriter
 from store_daemon.tiers.segments import PAGE_BYTES, RowKey, SsdRow
@@ -39,7 +40,7 @@ from store_daemon.tiers.start import StartedTier, start_drives
 
 _log = logging.getLogger(__name__)
 
-__all__ = ["OK", "SsdFailure", "SsdRecord", "SsdRow", "SsdTier"]
+__all__ = ["OK", "ScrubStep", "SsdFailure", "SsdRecord", "SsdRow", "SsdTier"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,7 @@ class SsdTier:
         self._rows = LiveRows(started.drives, started.live, index, clock)
         self._writer = SegmentWriter(config, self._rows, started.highest_number + 1, clock)
         self._reclaimer = Reclaimer(config.segment_bytes, self._rows, self._writer)
+        self._scrubber = Scrubber(self._rows, self._read_unseen)
         self._corrupt_at_start = started.corrupt_segments
 
         self.torn_records = started.torn_records
@@ -141,6 +143,23 @@ class SsdTier:
         return self.bytes_written / self.payload_bytes_written
 
     @property
+    def write_delay_seconds(self) -> float:
+        """How long writes must wait for ssd.write_bytes_per_second; the caller waits, not `append`.
+
+        What is written all the same is waited for later.
+        """
+        return self._writer.budget.delay(self._clock())
+
+    @property
+    def write_bytes_per_second(self) -> int:
+        """0 is no limit."""
+        return self._writer.budget.per_second
+
+    def set_write_rate(self, bytes_per_second: int) -> None:
+        """0 is no limit."""
+        self._writer.budget.per_second = bytes_per_second
+
+    @property
     def corrupt_segments(self) -> int:
         """Found damaged at start, or set aside since."""
         return self._corrupt_at_start + self._reclaimer.corrupt_segments
@@ -164,6 +183,10 @@ class SsdTier:
         return self._reclaimer.unkept_records
 
     @property
+    def segment_bytes(self) -> int:
+        return self._config.segment_bytes
+
+    @property
     def largest_payload(self) -> int:
         """The longest part that fits in a segment."""
         return segments.largest_payload(self._config.segment_bytes)
@@ -175,6 +198,15 @@ class SsdTier:
         return any(drive.is_doubted or drive.trouble.is_due(now) for drive in self._drives) or bool(
             self._reclaimer.suspects
         )
+
+    @property
+    def live_records(self) -> int:
+        return len(self._rows)
+
+    @property
+    def live_bytes(self) -> int:
+        """Of all live records, headers and padding included."""
+        return self._rows.record_bytes
 
     def recovered_rows(self) -> list[SsdRow]:
         """Every live row; after `open()`, what recovery found."""
@@ -273,6 +305,10 @@ class SsdTier:
             raise
 
     def _read(self, row: SsdRow, target: memoryview) -> None:
+        self._read_unseen(row, target).read.add(row.key)
+
+    def _read_unseen(self, row: SsdRow, target: memoryview) -> Segment:
+        """Read without counting it as a use; returns the segment."""
         drive = self._rows.drive_of(row.segment)
         segment = drive.segments.get(row.segment) if drive is not None else None
         if drive is None or segment is None:
@@ -298,7 +334,18 @@ class SsdTier:
             raise
         finally:
             self._free_pages.append(page)
-        segment.read.add(row.key)
+        return segment
+
+    def scrub(self, most_bytes: int) -> ScrubStep:
+        """Check the next records; one caller at a time, but beside readers and the writer.
+
+        What is found corrupt stays live until it is forgotten.
+        """
+        return self._scrubber.step(most_bytes)
+
+    def restart_scrub(self) -> None:
+        """Let the next step begin with the oldest record. Not while one is under way."""
+        self._scrubber.restart()
 
     # -- removing ------------------------------------------------------------------------------
 

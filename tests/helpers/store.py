@@ -88,6 +88,7 @@ class SmallStore:
         boot_id: bytes = bytes(16),
         settings: DaemonSection | None = None,
         writeback: Literal["on_commit", "on_evict", "on_reuse"] = "on_commit",
+        ssd: SsdSection | None = None,
     ) -> None:
         self.settings = DaemonSettings(
             node=NodeSection(id="node-1"),
@@ -99,7 +100,8 @@ class SmallStore:
                 high_watermark=1.0,
                 low_watermark=0.9,
             ),
-            ssd=SsdSection(
+            ssd=ssd
+            or SsdSection(
                 path=directory / "ssd",
                 capacity_bytes=ssd_segments * 65536,
                 segment_bytes=65536,

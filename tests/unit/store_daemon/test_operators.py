@@ -231,6 +231,35 @@ async def test_what_makes_no_sense_is_refused_and_changes_nothing(
     assert len(op.store.holdings.pins) == 0
 
 
+async def test_a_scrub_says_what_it_will_read_and_finds_the_bad_record(op: Operated) -> None:
+    store = op.store
+    row = store.holdings.catalog.blocks[op.hashes[3]].rows[0]
+    with store.ssd.segment_path(row).open("r+b") as file:
+        file.seek(row.offset + 4096)
+        file.write(b"\xff\xfe\xfd")
+    answer = await op.stub.Scrub(pb.ScrubRequest())
+    assert answer.records == 10
+    assert answer.expected_seconds > 0
+    counters = store.holdings.counters
+    while not counters["scrub_passes"]:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    assert (counters["scrubbed_records"], counters["scrub_corrupt"]) == (10, 1)
+
+
+async def test_rates_of_the_drives_can_be_changed_while_serving(op: Operated) -> None:
+    op.configure(ssd={"write_bytes_per_second": 1 << 20, "scrub_bytes_per_second": 0})
+    answer = await op.stub.Reload(pb.ReloadRequest())
+    assert not answer.needs_restart
+    assert list(answer.changed) == [
+        "ssd.write_bytes_per_second: 0 -> 1048576",
+        "ssd.scrub_bytes_per_second: 4194304 -> 0",
+    ]
+    ssd = op.store.ssd
+    assert ssd.write_delay_seconds == 0
+    ssd._writer.budget.spend(1 << 22, time.monotonic())
+    assert ssd.write_delay_seconds > 1
+
+
 async def test_a_reload_changes_the_running_store(op: Operated, tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text("0123456789abcdef")
