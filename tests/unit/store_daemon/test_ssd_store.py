@@ -246,19 +246,32 @@ async def test_over_the_byte_rate_the_queue_waits_and_stages_go_on(make: Make) -
     writeback = small.store.writeback
     assert writeback is not None
     session = small.open(NAMESPACE)
-    small.put(session, HASHES[:6])
+    small.put(session, HASHES)
     await writeback.write_batch()
-    assert not len(writeback)
+    assert len(writeback) == 7, "one second's worth at a time"
     assert small.ssd.write_delay_seconds > 0
-    assert small.put(session, HASHES[6:], HASHES[5]) == 6
     before = small.ssd.bytes_written
     await writeback.write_batch()
-    assert len(writeback) == 6
+    assert len(writeback) == 7
     assert small.ssd.bytes_written == before
-    small.clock.now += small.ssd.write_delay_seconds + 1
-    await writeback.write_batch()
-    assert not len(writeback)
-    assert resident(small, Tier.SSD) == 12
+    assert small.put(session, chain(NAMESPACE, 3, seed=1)) == 3
+    while len(writeback):
+        small.clock.now += small.ssd.write_delay_seconds
+        await writeback.write_batch()
+    assert resident(small, Tier.SSD) == 15
+    assert small.ssd.bytes_written > 40_000
+
+
+async def test_what_waits_for_the_byte_rate_may_be_evicted(make: Make) -> None:
+    small = make(write_bytes_per_second=1, writeback="on_evict")
+    assert small.ssd is not None
+    assert small.store.writeback is not None
+    small.ssd._writer.budget.spend(1000, small.clock.now)
+    session = small.open(NAMESPACE)
+    for seed in range(1, 12):
+        assert small.put(session, chain(NAMESPACE, 6, seed=seed)) == 6
+    assert small.store.holdings.counters["evicted_blocks"] > 0
+    assert small.ssd.appended_records == 0
 
 
 async def test_what_waits_for_the_byte_rate_is_written_when_the_store_closes(make: Make) -> None:
