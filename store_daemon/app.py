@@ -31,6 +31,7 @@ from store_daemon.http_server import HttpServer
 from store_daemon.life import Life
 from store_daemon.local_index import LocalIndex
 from store_daemon.local_server import LocalServer, remove_stale_socket
+from store_daemon.metric_families import MetricSources
 from store_daemon.metrics import StoreCollector
 from store_daemon.notify import ServiceManager
 from store_daemon.operator_gate import OperatorGate, open_token
@@ -201,13 +202,15 @@ class Daemon:
         )
         # Whatever calls are left end before what they read is closed.
         stack.push_async_callback(grpc.stop, GRPC_GRACE_SECONDS)
+        puller: PeerPuller | None = None
         if daemon.index_address:
             index_client = IndexClient(daemon.index_address, tls=tls)
             stack.push_async_callback(index_client.close)
             puller = PeerPuller(node_id, view, index_client, transport, tls=tls)
             stack.push_async_callback(puller.close)
             store.set_puller(puller)
-        http.open_to(store, StoreCollector(store, lambda: publisher.seq))
+        sources = MetricSources(store, publisher, self.life, index, puller)
+        http.open_to(store, StoreCollector(sources))
 
         server = LocalServer(daemon, servicer)
         stack.push_async_callback(self._drain, store, server, publisher, servicer)

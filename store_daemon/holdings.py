@@ -16,6 +16,7 @@ from store_daemon.config import DramSection
 from store_daemon.departures import Departures
 from store_daemon.eviction import EvictionQueue
 from store_daemon.extents import choose_extent
+from store_daemon.histogram import Measures
 from store_daemon.pins import PinBook
 from store_daemon.policies import POLICIES
 from store_daemon.ports import EventSink
@@ -49,6 +50,7 @@ class Holdings:
         self.pool = pool
         self._clock = clock
         self.counters: Counter[str] = Counter()
+        self.measures = Measures()
         self.queue = EvictionQueue(POLICIES[config.policy](), clock, self._count_policy_failure)
         self.catalog = BlockCatalog(
             self.queue.offer, self.queue.entered, self.queue.left, self._unlinked
@@ -206,6 +208,7 @@ class Holdings:
         """Free a victim's slots; with an SSD copy it stays resident there."""
         faults.hit(faults.EVICT)
         self.counters["demoted_blocks" if block.in_ssd else "evicted_blocks"] += 1
+        self.measures.evicted_idle_seconds.observe(self._clock() - block.used_at)
         self._let_go(self.catalog.drop_dram(block))
 
     def drop_part(self, old: OldPart) -> None:

@@ -131,6 +131,9 @@ class Lender:
         holdings = self._holdings
         counters = holdings.counters
         found = holdings.catalog.usable_prefix(namespace, hashes)
+        if found:
+            idle_seconds = self._clock() - found[-1].used_at
+            holdings.measures.reuse_gap_seconds.observe(idle_seconds)
         holdings.queue.touch(found)
         holdings.catalog.touch_parts(found)
         if policy is AcquirePolicy.BEST_EFFORT:

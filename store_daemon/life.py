@@ -9,6 +9,7 @@ from typing import Literal
 from emberkv_proto.types import NodeId
 
 State = Literal["recovering", "serving", "draining"]
+STATES: tuple[State, ...] = ("recovering", "serving", "draining")
 
 
 @dataclass(slots=True)

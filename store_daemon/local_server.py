@@ -29,6 +29,7 @@ from emberkv_proto.errors import (
 )
 from emberkv_proto.wire import HEADER, FrameHeader, Method, pack_frame, unpack_header
 from store_daemon.config import DaemonSection
+from store_daemon.histogram import CALL_SAMPLE
 from store_daemon.servicer import Servicer, error_detail
 from store_daemon.sessions import Session
 
@@ -270,9 +271,16 @@ class Connection(asyncio.Protocol):
                 self._wait(header, payload)
             elif header.method is Method.HELLO:
                 raise InvalidRequestError("the session is open already")
-            else:
+            elif header.request_id % CALL_SAMPLE:
                 answer = self._servicer.call(self._session, header.method, payload)
                 self._transport.write(pack_frame(header.method, header.request_id, answer))
+            else:
+                began = time.perf_counter()
+                answer = self._servicer.call(self._session, header.method, payload)
+                self._transport.write(pack_frame(header.method, header.request_id, answer))
+                self._servicer.store.holdings.measures.observe_call(
+                    header.method.name.lower(), time.perf_counter() - began
+                )
         except EmberError as error:
             self._answer_error(header, error)
         except Exception as error:

@@ -6,7 +6,7 @@ Values are read from the store when they are asked for; nothing is counted twice
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -14,10 +14,10 @@ from prometheus_client.registry import Collector
 from client_sdk import faults
 from emberkv_proto.types import Tier
 from store_daemon.facts import source_speeds
+from store_daemon.metric_families import PREFIX, MetricSources, conservation_gap, families
 from store_daemon.residency import STORED_TIERS
 from store_daemon.room import free_slots, largest_free_bytes
 from store_daemon.ssd_metrics import ssd_metrics
-from store_daemon.store import BlockStore
 
 COUNTERS = {
     "hit_blocks_dram": ("hit_blocks", {"source": "dram"}),
@@ -53,6 +53,8 @@ COUNTERS = {
     "writeback_blocks": ("writeback_blocks", {"result": "written"}),
     "writeback_skipped_blocks": ("writeback_blocks", {"result": "skipped"}),
     "writeback_failed_blocks": ("writeback_blocks", {"result": "failed"}),
+    "writeback_retried_blocks": ("writeback_blocks", {"result": "retried"}),
+    "writeback_given_up_blocks": ("writeback_blocks", {"result": "given_up"}),
     "expired_leases": ("expired_leases", {}),
     "pulled_blocks": ("pulled_blocks", {}),
     "failed_pulls": ("failed_pulls", {}),
@@ -63,19 +65,67 @@ COUNTERS = {
     "peer_granted_blocks": ("peer_granted_blocks", {}),
     "recovered_blocks_dram": ("recovered_blocks", {"tier": "dram"}),
     "recovered_blocks_ssd": ("recovered_blocks", {"tier": "ssd"}),
+    "over_quota_blocks": ("over_quota_evicted_blocks", {}),
+    "over_quota_refused": ("over_quota_refused", {}),
+    "over_quota_unwritten_blocks": ("over_quota_unwritten_blocks", {}),
+    "refused_pins": ("refused_pins", {}),
+    "unreadable_pins": ("pin_index_errors", {"what": "read"}),
+    "failed_pin_deletions": ("pin_index_errors", {"what": "delete"}),
+    "unwritten_victims_kept": ("unwritten_victims", {"result": "kept"}),
+    "unwritten_victims_lost": ("unwritten_victims", {"result": "lost"}),
 }
 """Counter of the store -> metric (without prefix and suffix) and labels."""
-PREFIX = "emberkv_store_"
+HELP = {
+    "hit_blocks": "Blocks that leases were granted over, by where they were then.",
+    "missed_blocks": "Blocks that were asked for and not here; some of them came from peers.",
+    "evicted_blocks": "Blocks that left DRAM for room, by where they are still.",
+    "evicted_parts": "Window and state parts of blocks that left DRAM, by where they are still.",
+    "promoted_blocks": "Blocks read from SSD into DRAM.",
+    "not_worth_blocks": "Blocks on SSD or peers left out: computing them anew is faster.",
+    "withdrawn_moves": "Moves from SSD that were called off before they began.",
+    "prefetched_blocks": "Blocks that prefetches set in motion.",
+    "ended_prefetches": "Prefetches that ended before all was brought.",
+    "refused_prefetches": "Prefetches that were not begun: too many are in progress.",
+    "moved_extents": "Extents that went from one size class to another.",
+    "staged_blocks": "Blocks that were asked to be staged, by what became of it.",
+    "no_space": "Times that all of DRAM was held or staged.",
+    "committed_parts": "Parts of blocks that were published.",
+    "corrupt_blocks": "Blocks in DRAM whose checksum was wrong, taken out.",
+    "ssd_read_errors": "Reads from SSD that failed or whose checksum was wrong.",
+    "reclaimed_reads": "Reads from SSD that reclaim overtook.",
+    "writeback_blocks": "Blocks on their way to SSD, by what became of them.",
+    "unwritten_victims": "Victims of eviction that had no SSD copy yet, by what became of them.",
+    "scrubbed_records": "Records on SSD that were checked in the background or on demand.",
+    "scrubbed_bytes": "Read from SSD to check it.",
+    "scrub_corrupt_records": "Records that a scrub found wrong, and dropped.",
+    "scrub_passes": "Scrubs that went over all of the tier.",
+    "expired_leases": "Leases that ran out without a heartbeat.",
+    "pulled_blocks": "Blocks that came from peers.",
+    "failed_pulls": "Pulls from peers that brought nothing.",
+    "policy_failures": "Eviction policies that broke and were replaced by lru.",
+    "failed_tasks": "Tasks that must run as long as the daemon and have failed.",
+    "reloads": "Times that the configuration was taken over while serving.",
+    "failed_reloads": "Times that a changed configuration was refused.",
+    "peer_granted_blocks": "Blocks that were lent to peers.",
+    "recovered_blocks": "Blocks found at start.",
+    "over_quota_evicted_blocks": "Blocks evicted because their tenant was over its quota.",
+    "over_quota_refused": "Stages that were refused because their tenant was over its quota.",
+    "over_quota_unwritten_blocks": "Blocks not copied to SSD because of their tenant's quota.",
+    "refused_pins": "Blocks that were not pinned: hard pins were at their limit.",
+    "pin_index_errors": "Times that hard pins could not be read from or struck off the index.",
+}
+"""Metric -> what it says of itself."""
 
 
 class StoreCollector(Collector):
     """Reads a store on demand. Called on the store's loop."""
 
-    def __init__(self, store: BlockStore, seq: Callable[[], int]) -> None:
-        self._store = store
-        self._seq = seq
+    def __init__(self, sources: MetricSources) -> None:
+        self._sources = sources
+        self._store = sources.store
 
     def collect(self) -> Iterator[Metric]:
+        yield from families(self._sources)
         yield from self._tiers()
         yield from self._counts()
         store = self._store
@@ -94,7 +144,7 @@ class StoreCollector(Collector):
                 "Blocks waiting for their SSD copy.",
                 len(store.writeback) if store.writeback is not None else 0,
             ),
-            "event_seq": ("Number of the newest event.", self._seq()),
+            "event_seq": ("Number of the newest event.", self._sources.publisher.seq),
             "draining": ("1 while the daemon takes no new work.", int(store.is_draining)),
         }
         for name, (text, value) in gauges.items():
@@ -156,7 +206,7 @@ class StoreCollector(Collector):
         )
         unconserved = GaugeMetricFamily(
             PREFIX + "unconserved_blocks",
-            "stored - removed - resident; anything but 0 is a bug.",
+            "Stored - removed by all events, less what is resident; anything but 0 is a bug.",
             labels=["tier"],
         )
         for state in self._store.tier_states():
@@ -165,8 +215,9 @@ class StoreCollector(Collector):
             used.add_metric(labels, state.used_bytes)
             capacity.add_metric(labels, state.capacity_bytes)
             is_ok.add_metric(labels, state.state == "ok")
-            ledger = self._store.holdings.catalog.ledgers[state.tier]
-            unconserved.add_metric(labels, ledger.stored - ledger.removed - ledger.blocks)
+            unconserved.add_metric(
+                labels, conservation_gap(self._sources.publisher, self._store, state.tier)
+            )
         yield from (blocks, used, capacity, is_ok, unconserved)
 
     def _counts(self) -> Iterator[Metric]:
@@ -175,8 +226,9 @@ class StoreCollector(Collector):
         for counter, (name, labels) in COUNTERS.items():
             family = families.get(name)
             if family is None:
-                text = name.replace("_", " ").capitalize() + " since the daemon started."
-                family = CounterMetricFamily(PREFIX + name, text, labels=list(labels))
+                family = CounterMetricFamily(
+                    PREFIX + name, HELP.get(name, name), labels=list(labels)
+                )
                 families[name] = family
             family.add_metric(list(labels.values()), counters[counter])
         made = CounterMetricFamily(

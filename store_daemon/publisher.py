@@ -84,6 +84,12 @@ class Publisher:
         self._announced = 0
         self._ledgers: dict[Tier, TierLedger] = {}
         self._wakes: set[asyncio.Event] = set()
+        self._cursors: dict[asyncio.Event, int] = {}
+        """Next event of each subscriber."""
+        self.gaps = 0
+        """Subscriptions that were told to take a snapshot."""
+        self.snapshots = 0
+        """Sent to their last page."""
         self._snapshots = asyncio.Semaphore(MAX_SNAPSHOTS)
         self._is_closed = False
 
@@ -104,6 +110,11 @@ class Publisher:
     @property
     def subscribers(self) -> int:
         return len(self._wakes)
+
+    @property
+    def lag_events(self) -> int:
+        """How many events the slowest subscriber has not been given yet."""
+        return max((self._seq + 1 - cursor for cursor in self._cursors.values()), default=0)
 
     def ledger(self, tier: Tier) -> TierLedger:
         """Sums over all events of a tier, for metrics."""
@@ -140,17 +151,20 @@ class Publisher:
         """
         cursor = max(1, from_seq)
         if incarnation != self._incarnation or cursor > self._seq + 1:
+            self.gaps += 1
             yield SnapshotNeeded(self._incarnation, self.seq)
             return
         loop = asyncio.get_running_loop()
         wake = asyncio.Event()
         self._wakes.add(wake)
+        self._cursors[wake] = cursor
         report: NodeReport | None = None
         report_due = loop.time()
         announced = self._announced
         try:
             while not self._is_closed:
                 if cursor < self.oldest_seq:
+                    self.gaps += 1
                     yield SnapshotNeeded(self._incarnation, self.seq)
                     return
                 if report is None and (loop.time() >= report_due or announced != self._announced):
@@ -162,7 +176,7 @@ class Publisher:
                     yield due
                 elif cursor <= self._seq:
                     batch = self._batch(cursor, self._seq if report is None else report.seq)
-                    cursor = batch.seq_last + 1
+                    cursor = self._cursors[wake] = batch.seq_last + 1
                     yield batch
                 else:
                     wake.clear()
@@ -175,6 +189,7 @@ class Publisher:
                         await asyncio.sleep(self._batch_seconds)  # let a batch gather
         finally:
             self._wakes.discard(wake)
+            self._cursors.pop(wake, None)
 
     async def snapshot_pages(self) -> AsyncGenerator[SnapshotPage, None]:
         """Yield the state right after one event, copied in one step; the last page says so.
@@ -192,6 +207,7 @@ class Publisher:
                 yield SnapshotPage(
                     self._node_id, self._incarnation, seq, tier, keys, number == len(pages)
                 )
+            self.snapshots += 1
 
     def close(self) -> None:
         """End all subscriptions; for shutdown."""

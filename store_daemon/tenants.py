@@ -223,6 +223,12 @@ class TenantBook:
         """Of every tenant, by salt id."""
         return tuple(self._tenants[salt_id].usage for salt_id in sorted(self._tenants))
 
+    def limited(self) -> list[TenantUsage]:
+        """Of those that have a quota of their own, by salt id."""
+        return [
+            self._tenants[s].usage for s in sorted(self._tenants) if self._tenants[s].has_own_quota
+        ]
+
     def check_integrity(self, blocks: Iterable[Block]) -> None:
         """Assert that each account is the sum over its blocks, and who is over quota is known.
 
