@@ -122,6 +122,9 @@ MID_TRANSFER = _point(
     _FAILS,
     is_io=False,
 )
+POPULATE = _point(
+    "populate", "A step of a new pool file is about to be brought into memory.", _FAILS
+)
 RECOVERED = _point("recovered", "A start has taken over what it found; nobody is served.", ANYWHERE)
 INDEX_BATCH = _point(
     "index_batch",

@@ -43,6 +43,7 @@ from store_daemon.reload import Reloader
 from store_daemon.servicer import NodeIdentity, Servicer
 from store_daemon.store import BlockStore
 from store_daemon.tiers.pool import Pool
+from store_daemon.tiers.populate import PopulateStoppedError, Progress, Watch
 from store_daemon.tiers.ssd import SsdTier
 from store_daemon.transport.tcp import TcpTransport
 
@@ -112,7 +113,10 @@ class Daemon:
         try:
             async with AsyncExitStack() as stack:
                 stack.callback(self._manager.close)
-                await self._open(stack)
+                try:
+                    await self._open(stack)
+                except PopulateStoppedError:
+                    log.info("stopped while populating the pool")
                 await self._stop.wait()
         finally:
             for number in signals:
@@ -156,7 +160,14 @@ class Daemon:
             stack,
             opener,
             "opening the pool",
-            partial(Pool.open, settings.dram, settings.node.id, incarnation, known.__contains__),
+            partial(
+                Pool.open,
+                settings.dram,
+                settings.node.id,
+                incarnation,
+                known.__contains__,
+                watch=self._watch(),
+            ),
         )
         ssd: SsdTier | None = None
         if settings.ssd.capacity_bytes and not self._stop.is_set():
@@ -283,6 +294,16 @@ class Daemon:
             raise
         stack.callback(opened.close)
         return opened
+
+    def _watch(self) -> Watch:
+        """How the thread that populates the pool tells how far it is, and learns to stop."""
+        loop = asyncio.get_running_loop()
+
+        def report(progress: Progress) -> None:
+            log.info("%s", progress)
+            loop.call_soon_threadsafe(self._recovering, str(progress))
+
+        return Watch(self._stop.is_set, report)
 
     def _recovering(self, doing: str) -> None:
         self.life.doing = doing

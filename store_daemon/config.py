@@ -96,6 +96,11 @@ class DramSection(Section):
     """What each tenant that has no quota of its own may hold in DRAM; 0: no limit."""
     populate: bool = True
     """Touch every page at start, so that a full /dev/shm is found then and not while serving."""
+    huge_pages: Literal["auto", "off", "advise", "required"] = "auto"
+    """On tmpfs: ask for huge pages where the mount allows them (auto, advise), or refuse to start
+    without them (required). On hugetlbfs every page is huge."""
+    numa_node: Literal["auto", "interleave"] | Annotated[int, Field(ge=0, le=1023)] = "auto"
+    """Memory node of the pool. auto spreads it over all nodes where there are several."""
 
     @model_validator(mode="after")
     def _ordered(self) -> DramSection:

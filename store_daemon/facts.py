@@ -61,6 +61,8 @@ def status_facts(store: BlockStore, now: float) -> Iterator[tuple[str, float]]:
     slots = holdings.pool.slots
     classes = sorted(slots.classes())
     room = measure_room(slots, holdings.catalog, classes, store.limbo)
+    if holdings.pool.huge_bytes is not None:
+        yield "dram_huge_bytes", float(holdings.pool.huge_bytes)
     yield "dram_largest_free_bytes", float(largest_free_bytes(slots))
     yield "dram_departing_bytes", float(holdings.departures.waiting_bytes)
     for state, count in room_bytes(room).items():

@@ -6,12 +6,22 @@ import logging
 import os
 import resource
 import stat
+from collections.abc import Iterable
 from pathlib import Path
 
 from emberkv_proto.errors import PreflightError
-from emberkv_proto.shm_layout import POOL_HEADER_BYTES
 from store_daemon.config import MIB, DaemonSettings, DramSection
+from store_daemon.memory_room import MemoryRoom, memory_rooms
 from store_daemon.tiers.drive_marker import MARKER_NAME
+from store_daemon.tiers.pool_pages import (
+    PoolFileSystem,
+    file_bytes,
+    file_system_of,
+    huge_page_stock,
+    huge_pages_fix,
+    may_be_huge,
+    shmem_policy,
+)
 
 log = logging.getLogger(__name__)
 MAX_SOCKET_PATH_BYTES = 107
@@ -71,14 +81,56 @@ def check_pool_room(dram: DramSection) -> None:
             f"the directory of dram.path, {directory}, cannot be used: {error.strerror};"
             " create it or set another path"
         ) from None
-    wanted = POOL_HEADER_BYTES + dram.capacity_bytes // dram.extent_bytes * dram.extent_bytes
+    file_system = file_system_of(directory)
+    wanted = file_bytes(file_system, dram.extent_bytes, dram.capacity_bytes // dram.extent_bytes)
     held = dram.path.stat().st_blocks * 512 if dram.path.is_file() else 0
     free = system.f_bavail * system.f_frsize
+    if file_system.is_hugetlbfs:
+        if dram.path.is_file() and dram.path.stat().st_size == wanted:
+            held = wanted  # what was mapped once is set aside for the file, touched or not
+        check_huge_pages(file_system, wanted - held)
+        if not system.f_blocks:
+            return  # a mount without a limit of its own
+    elif dram.huge_pages == "required":
+        check_may_be_huge(file_system)
+    if dram.populate and not file_system.is_hugetlbfs:
+        check_memory(wanted - held, memory_rooms())
     if wanted > free + held:
         raise PreflightError(
             f"{directory} has {_readable(free + held)} free, dram.capacity_bytes asks"
             f" {_readable(dram.capacity_bytes)}; lower it or raise the mount's size"
         )
+
+
+def check_huge_pages(file_system: PoolFileSystem, lacking_bytes: int) -> None:
+    """Whether the kernel has as many huge pages as the pool does not hold already."""
+    try:
+        stock = huge_page_stock(file_system.page_bytes)
+    except OSError as error:
+        raise PreflightError(f"huge pages cannot be counted: {error}") from None
+    wanted = -(-lacking_bytes // stock.page_bytes)
+    if wanted > stock.available:
+        raise PreflightError(
+            f"dram.path is on hugetlbfs {file_system.mount_point} with {stock.available} free pages"
+            f" of {_readable(stock.page_bytes)}, the pool needs {wanted}; set vm.nr_hugepages to"
+            f" {stock.total + wanted - stock.available} or lower dram.capacity_bytes"
+        )
+
+
+def check_may_be_huge(file_system: PoolFileSystem) -> None:
+    """Whether `dram.huge_pages: required` can be had at all."""
+    if not may_be_huge(file_system, shmem_policy()):
+        raise PreflightError(f"dram.huge_pages is required; {huge_pages_fix(file_system)}")
+
+
+def check_memory(lacking_bytes: int, rooms: Iterable[MemoryRoom]) -> None:
+    """Whether the machine and this process's control groups let it have so much more."""
+    for room in rooms:
+        if lacking_bytes > room.free_bytes:
+            raise PreflightError(
+                f"the pool needs {_readable(lacking_bytes)} more memory, {room.limited_by} leaves"
+                f" {_readable(room.free_bytes)}; {room.fix}"
+            )
 
 
 def check_ssd_room(path: Path, capacity_bytes: int) -> None:

@@ -5,7 +5,6 @@ Layout and its crash rules are `emberkv_proto.shm_layout`'s. Only the daemon wri
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import logging
 import mmap
@@ -38,13 +37,15 @@ from emberkv_proto.shm_layout import (
     slots_per_extent,
 )
 from emberkv_proto.types import BlockHash, Incarnation, NamespaceId, SaltId
-from store_daemon.config import MIB, DramSection
+from store_daemon.config import DramSection
 from store_daemon.marker import UNKNOWN_WRITER, format_refusal
+from store_daemon.tiers.pool_mapping import map_pool, prepare
+from store_daemon.tiers.pool_pages import file_bytes, file_system_of
+from store_daemon.tiers.populate import UNWATCHED, Watch
 from store_daemon.tiers.slots import Extent, SizeClass, Slot, SlotAllocator
 
 log = logging.getLogger(__name__)
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-POPULATE_STEP_BYTES = 256 * MIB
 _FREE = pack_state(SlotState.FREE)
 _STAGED = pack_state(SlotState.STAGED)
 _COMMITTED = pack_state(SlotState.COMMITTED)
@@ -74,6 +75,8 @@ class Pool:
         self.found_staged: list[Slot] = []
         """What recovery found STAGED: nobody's blocks, though a stale writer may still write."""
         self.is_recovered = False
+        self.huge_bytes: int | None = None
+        """In huge pages when it was made; None for one that was taken over."""
 
     @classmethod
     def open(
@@ -83,6 +86,7 @@ class Pool:
         incarnation: Incarnation,
         accepts: Callable[[SizeClass], bool],
         boot_id: bytes | None = None,
+        watch: Watch = UNWATCHED,
     ) -> Pool:
         """Take over the pool file of an earlier life, or make a new one.
 
@@ -93,24 +97,31 @@ class Pool:
             AccessDeniedError: another daemon uses the file.
             PreflightError: the file system has no room for it or refuses it, or the file is no
                 pool, or one of another version's layout.
+            PopulateStoppedError: the watch said so.
         """
         count = config.capacity_bytes // config.extent_bytes
         boot = read_boot_id() if boot_id is None else boot_id
         node = blake3.blake3(node_id.encode()).digest()[:16]
-        size = POOL_HEADER_BYTES + count * config.extent_bytes
         try:
+            file_system = file_system_of(config.path.parent)
             fd = _open_locked(config.path)
         except OSError as error:
             raise PreflightError(
                 f"pool file {config.path} cannot be opened: {error.strerror}"
             ) from None
+        size = file_bytes(file_system, config.extent_bytes, count)
         try:
             _refuse_foreign(fd, config.path)
             is_ours = _is_ours(fd, size, config.extent_bytes, count, boot, node)
             if not is_ours:
                 fd = _replace(config.path, fd)
-                _size(fd, config, size)
-            mapping = mmap.mmap(fd, size)
+                os.ftruncate(fd, size)
+            mapping = map_pool(fd, size, config.path)
+            try:
+                huge = prepare(fd, mapping, config, file_system, is_ours, watch)
+            except BaseException:
+                mapping.close()
+                raise
         except BaseException:
             os.close(fd)
             raise
@@ -122,6 +133,7 @@ class Pool:
         pool._view[: len(header)] = header
         writer = pack_pool_writer(__version__)
         pool._view[POOL_WRITER_OFFSET : POOL_WRITER_OFFSET + len(writer)] = writer
+        pool.huge_bytes = huge
         return pool
 
     @property
@@ -364,26 +376,3 @@ def _replace(path: Path, old_fd: int) -> int:
     new_fd = _open_locked(path)
     os.close(old_fd)
     return new_fd
-
-
-def _size(fd: int, config: DramSection, size: int) -> None:
-    os.ftruncate(fd, size)
-    if not config.populate:
-        return
-    for start in range(0, size, POPULATE_STEP_BYTES):
-        try:
-            os.posix_fallocate(fd, start, min(POPULATE_STEP_BYTES, size - start))
-        except OSError as error:
-            os.ftruncate(fd, 0)
-            if error.errno == errno.ENOSPC:
-                raise PreflightError(
-                    f"{config.path.parent} ran out of space after {start // MIB} MiB of the"
-                    f" {size // MIB} MiB pool; lower dram.capacity_bytes or raise the mount's size"
-                ) from None
-            raise PreflightError(f"pool file {config.path}: {error.strerror}") from None
-        if size > POPULATE_STEP_BYTES:
-            log.info(
-                "pool populated: %d of %d MiB",
-                min(start + POPULATE_STEP_BYTES, size) // MIB,
-                size // MIB,
-            )
