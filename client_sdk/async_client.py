@@ -123,7 +123,16 @@ class AsyncStagedWrite(StagedBlocks):
         if not self._is_open and indices is None:
             return 0
         chosen = self._chosen(indices)
-        request = self._commit_request(chosen, checksums)
+        return await self._commit(chosen, self._commit_request(chosen, checksums))
+
+    async def commit_unsummed(self, indices: Sequence[int] | None = None) -> int:
+        """As `StagedWrite.commit_unsummed`."""
+        if not self._is_open and indices is None:
+            return 0
+        chosen = self._chosen(indices)
+        return await self._commit(chosen, self._unsummed_request(chosen))
+
+    async def _commit(self, chosen: Sequence[int], request: store_pb2.CommitRequest) -> int:
         answer = await self._client.call_on(
             self._session, Method.COMMIT, request, store_pb2.CommitResponse
         )

@@ -15,6 +15,7 @@ from client_sdk.session import SessionLostError, SessionState
 from emberkv_proto import hashing
 from emberkv_proto.convert import u64_array_from_wire, u64s_from_wire, u64s_to_wire
 from emberkv_proto.errors import (
+    ChecksumUnknownError,
     CorruptionError,
     InvalidRequestError,
     LeaseExpiredError,
@@ -146,23 +147,34 @@ class LeasedBlocks:
         self._require_held(self._session.is_alive)
         return self._session.pool.readable(self._offsets[self._checked(block)])
 
-    def checksum(self, block: int) -> int:
-        """What the block's writer committed. Raises InvalidRequestError as `view` does."""
-        return self._checksums[self._checked(block)]
+    def checksum(self, block: int) -> int | None:
+        """What the block's writer committed, or the daemon computed; None: not known at the grant.
+
+        Raises InvalidRequestError as `view` does.
+        """
+        known = self._checksums[self._checked(block)]
+        return known if known != hashing.UNKNOWN_CHECKSUM else None
 
     def verify(self, block: int) -> None:
         """Compare the bytes with their checksum. Reads the whole part.
 
         Raises:
             CorruptionError: they differ; recompute the block.
+            ChecksumUnknownError: there is nothing to compare with yet.
             UnknownLeaseError, StaleIncarnationError, LeaseExpiredError: see `require_valid`.
         """
+        wanted = self.checksum(block)
+        if wanted is None:
+            raise ChecksumUnknownError(
+                f"block {block} of lease {self._id} was committed without a checksum, which the"
+                " daemon had not computed yet; acquire again, or recompute the block"
+            )
         found = hashing.checksum(self.view(block))
         self.require_valid()
-        if found != self.checksum(block):
+        if found != wanted:
             raise CorruptionError(
                 f"block {block} of lease {self._id}: checksum {found:#018x},"
-                f" committed was {self.checksum(block):#018x}"
+                f" committed was {wanted:#018x}"
             )
 
     def renew(self, answered_at: float, lease_seconds: float) -> None:
@@ -364,6 +376,12 @@ class StagedBlocks:
             stage_id=self._id,
             hashes=b"".join([self._hashes[i] for i in chosen]),
             checksums=u64s_to_wire(checksums),
+        )
+
+    def _unsummed_request(self, chosen: Sequence[int]) -> store_pb2.CommitRequest:
+        self.require_valid()
+        return store_pb2.CommitRequest(
+            stage_id=self._id, hashes=b"".join([self._hashes[i] for i in chosen])
         )
 
     def _committed(self, chosen: Sequence[int]) -> None:

@@ -157,7 +157,21 @@ class StagedWrite(StagedBlocks):
         if not self._is_open and indices is None:
             return 0
         chosen = self._chosen(indices)
-        request = self._commit_request(chosen, checksums)
+        return self._commit(chosen, self._commit_request(chosen, checksums))
+
+    def commit_unsummed(self, indices: Sequence[int] | None = None) -> int:
+        """As `commit`, but leave the checksums to the daemon, which computes them when it has time.
+
+        Until then a reader on this node can use the blocks but not verify them (see
+        `Lease.checksum`), and no other node gets them. A block that this daemon's death finds
+        without one is trusted when it comes back.
+        """
+        if not self._is_open and indices is None:
+            return 0
+        chosen = self._chosen(indices)
+        return self._commit(chosen, self._unsummed_request(chosen))
+
+    def _commit(self, chosen: Sequence[int], request: store_pb2.CommitRequest) -> int:
         answer = self._connection.call_on(
             self._session, Method.COMMIT, request, store_pb2.CommitResponse
         )

@@ -13,6 +13,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 
 from emberkv_proto.errors import InvalidRequestError
+from emberkv_proto.hashing import UNKNOWN_CHECKSUM
 from emberkv_proto.types import AcquirePolicy, BlockHash, Source
 from store_daemon.block import Block, StoredNamespace
 from store_daemon.estimates import Estimates
@@ -268,7 +269,7 @@ class Lender:
                     self.release(PEERS, lease.id)
                 raise
             self._freeze(lease)
-        ready = [block for block in lease.blocks[: lease.ready] if block is not None]
+        ready = self._with_checksums([*filter(None, lease.blocks[: lease.ready])])
         slots = [slot for block in ready for slot in block.slots if slot is not None]
         if not slots:
             self.release(PEERS, lease.id)
@@ -287,6 +288,19 @@ class Lender:
             tuple(PoolRange(slot.offset, slot.payload_bytes) for slot in slots),
             tuple(slot.checksum for slot in slots),
         )
+
+    def _with_checksums(self, blocks: list[Block]) -> list[Block]:
+        """The leading blocks whose checksums are known, without which none goes to a peer."""
+        for number, block in enumerate(blocks):
+            if any(s is not None and s.checksum == UNKNOWN_CHECKSUM for s in block.slots):
+                for unsummed in blocks[number:]:
+                    self.promoter.learn_checksums(unsummed)
+                return blocks[:number]
+        return blocks
+
+    def learn_checksums(self, lease: Lease) -> None:
+        """Somebody reads blocks that were committed without: the next reader can verify them."""
+        self._with_checksums([*filter(None, lease.blocks[: lease.ready])])
 
     def may_read(self, lease_id: int, offset: int, length: int) -> bool:
         """From any thread: whether the range lies within one part of a live peer lease."""

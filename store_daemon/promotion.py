@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from client_sdk import faults
 from emberkv_proto.errors import CorruptionError
-from emberkv_proto.hashing import checksum
+from emberkv_proto.hashing import UNKNOWN_CHECKSUM, checksum
 from store_daemon.bandwidth import ReadSpeed
 from store_daemon.block import Block
 from store_daemon.holdings import Holdings
@@ -25,6 +25,9 @@ from store_daemon.tiers.slots import Slot
 from store_daemon.tiers.ssd import SsdRow, SsdTier, is_same_content
 
 log = logging.getLogger(__name__)
+
+MOST_LEARNING = 64
+"""Most blocks on the move at which another is taken up, and pinned, for its checksum alone."""
 
 
 @dataclass(eq=False, slots=True)
@@ -115,10 +118,21 @@ class Promoter:
         self._begin(block, room, rows, lambda: self._read(room, rows))
         return True
 
+    def learn_checksums(self, block: Block) -> None:
+        """Compute what its writer left out, unless too many wait for that: then later, when
+        somebody needs it."""
+        if len(self._moving) < MOST_LEARNING:
+            self.bring(block, ())
+        else:
+            self._holdings.counters["unsummed_blocks_put_off"] += 1
+
     def withdraw(self, block: Block) -> bool:
-        """Call a move off that no thread has begun; return whether it was."""
+        """Call a move off that no thread has begun; return whether it was.
+
+        Checksums are computed all the same: they serve whoever comes next.
+        """
         move = self._moving.get(block)
-        if move is None or not move.work.cancel():
+        if move is None or not move.rows or not move.work.cancel():
             return False
         del self._moving[block]
         self._holdings.counters["withdrawn_moves"] += 1
@@ -228,7 +242,10 @@ class Promoter:
     def _verify(self, slots: list[Slot]) -> None:
         for slot in slots:
             with self._holdings.pool.payload(slot) as payload:
-                if checksum(payload) != slot.checksum:
+                found = checksum(payload)
+                if slot.checksum == UNKNOWN_CHECKSUM:
+                    slot.checksum = found  # its writer left that to us
+                elif found != slot.checksum:
                     raise CorruptionError(f"slot at {slot.offset}: checksum does not match")
 
 

@@ -21,6 +21,7 @@ from emberkv_proto.convert import (
     u64s_to_wire,
 )
 from emberkv_proto.errors import EmberError, InvalidRequestError, LayoutMismatchError
+from emberkv_proto.hashing import UNKNOWN_CHECKSUM
 from emberkv_proto.layout import Namespace
 from emberkv_proto.types import AcquirePolicy, Incarnation, NodeId
 from emberkv_proto.v1 import common_pb2, store_pb2
@@ -246,6 +247,8 @@ class Servicer:
         if lease is None:
             return store_pb2.AcquireResponse()
         places = _places(lease, session.part, 0)
+        if places.are_unsummed:
+            self.store.lender.learn_checksums(lease)
         return store_pb2.AcquireResponse(
             lease_id=lease.id,
             expires_in_seconds=self._settings.lease_seconds,
@@ -352,6 +355,8 @@ class _Places:
 
     offsets: bytes
     checksums: bytes
+    are_unsummed: bool
+    """Whether some checksum is not known yet."""
 
 
 def _places(lease: Lease, part: int, start: int) -> _Places:
@@ -359,7 +364,9 @@ def _places(lease: Lease, part: int, start: int) -> _Places:
     first = max(start, lease.needs.starts[part])
     unneeded = bytes(8 * max(0, min(first, lease.ready) - start))
     slots = [block.slots[part] for block in lease.blocks[first : lease.ready]]  # type: ignore[union-attr]
+    checksums = [slot.checksum for slot in slots]  # type: ignore[union-attr]
     return _Places(
         unneeded + u64s_to_wire([slot.offset for slot in slots]),  # type: ignore[union-attr]
-        unneeded + u64s_to_wire([slot.checksum for slot in slots]),  # type: ignore[union-attr]
+        unneeded + u64s_to_wire(checksums),
+        UNKNOWN_CHECKSUM in checksums,
     )

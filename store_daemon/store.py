@@ -20,6 +20,7 @@ from emberkv_proto.errors import (
     UnknownStageError,
 )
 from emberkv_proto.events import Keys
+from emberkv_proto.hashing import UNKNOWN_CHECKSUM
 from emberkv_proto.layout import Namespace
 from emberkv_proto.types import (
     AcquirePolicy,
@@ -127,6 +128,8 @@ class BlockStore:
                 holdings.tenants.of(header.salt_id),
             ):
                 holdings.pool.give_back(found.slot)
+            if header.checksum == UNKNOWN_CHECKSUM:  # its bytes were complete before its header
+                holdings.counters["recovered_unsummed_parts"] += 1
         holdings.pool.found.clear()
         self._rest(holdings.pool.found_staged)
         holdings.pool.found_staged.clear()
@@ -333,11 +336,14 @@ class BlockStore:
     ) -> int:
         """Publish written blocks of a stage; all or, if one was not granted, none.
 
+        Without checksums, or where one is UNKNOWN_CHECKSUM, they are computed here, later.
+
         Raises:
             UnknownStageError: not this session's stage, or a block that is not staged in it.
             InvalidRequestError: not one checksum for each hash, or a hash twice.
         """
         stage = self._stage(session, stage_id)
+        checksums = checksums or [UNKNOWN_CHECKSUM] * len(hashes)
         if len(hashes) != len(checksums) or len(set(hashes)) != len(hashes):
             raise InvalidRequestError(
                 f"commit of {len(hashes)} hashes with {len(checksums)} checksums; wanted one for"
@@ -348,6 +354,10 @@ class BlockStore:
             raise UnknownStageError(f"block {unknown.hex()[:16]} is not staged in stage {stage_id}")
         staged = [stage.pop(block_hash) for block_hash in hashes]
         self.holdings.commit_parts(staged, session.part, checksums)
+        if UNKNOWN_CHECKSUM in checksums:
+            for one in staged:
+                if one.slot.checksum == UNKNOWN_CHECKSUM:
+                    self.lender.promoter.learn_checksums(one.block)
         if not stage:
             del session.stages[stage_id]
         self.holdings.counters["committed_parts"] += len(hashes)

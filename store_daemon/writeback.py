@@ -11,10 +11,10 @@ import logging
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from client_sdk import faults
-from emberkv_proto.hashing import checksum
+from emberkv_proto.hashing import UNKNOWN_CHECKSUM, checksum
 from store_daemon.block import UNWRITTEN, Block
 from store_daemon.config import SsdSection
 from store_daemon.holdings import Holdings
@@ -309,6 +309,7 @@ class WritebackQueue:
         if not records:
             return
         faults.hit(faults.WRITEBACK)
+        records = [_summed(record) for record in records]
         written.corrupt = {
             i
             for i in unverified
@@ -413,6 +414,9 @@ class WritebackQueue:
         places = list(block.rows)
         for row in rows:
             places[row.part] = row
+            slot = block.slots[row.part]
+            if slot is not None and slot.checksum == UNKNOWN_CHECKSUM:
+                slot.checksum = row.checksum
         # Reclaim may have taken the rows that these were to join.
         if len(rows) < len(outcome) or block.is_doomed or not block.namespace.has_required(places):
             self._holdings.rows_to_forget += rows
@@ -422,3 +426,10 @@ class WritebackQueue:
         self._holdings.catalog.add_rows(block, rows)
         self._holdings.counters["writeback_blocks"] += 1
         return True
+
+
+def _summed(record: SsdRecord) -> SsdRecord:
+    """The record with its checksum, which its writer may have left to us."""
+    if record.checksum != UNKNOWN_CHECKSUM:
+        return record
+    return replace(record, checksum=checksum(record.payload[: record.length]))

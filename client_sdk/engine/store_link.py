@@ -21,7 +21,7 @@ from prometheus_client import Counter
 
 from client_sdk.paged import gather_from_pages, scatter_into_pages
 from client_sdk.sync_client import Lease, SyncClient
-from emberkv_proto.errors import CorruptionError, EmberError
+from emberkv_proto.errors import ChecksumUnknownError, CorruptionError, EmberError
 from emberkv_proto.types import AcquirePolicy, BlockHash, SaltId, Source, StageState
 
 log = logging.getLogger(__name__)
@@ -123,6 +123,9 @@ class StoreLink:
                 lease.verify(number)
             except CorruptionError:
                 self._events.labels("corrupt_blocks").inc()
+                return number
+            except ChecksumUnknownError:
+                self._events.labels("unsummed_blocks").inc()
                 return number
         return lease.usable_blocks
 

@@ -12,6 +12,7 @@ EmberError
 ├── PoolFullError              8
 ├── LayoutMismatchError        9
 ├── LeaseExpiredError          9
+├── ChecksumUnknownError       9   nobody has computed it yet
 ├── StaleIncarnationError      9
 ├── PreflightError             9   the machine cannot carry the configuration
 ├── IntegrityError            13   an invariant of ours does not hold
@@ -75,6 +76,10 @@ class LayoutMismatchError(EmberError):
 
 
 class LeaseExpiredError(EmberError):
+    code = 9
+
+
+class ChecksumUnknownError(EmberError):
     code = 9
 
 

@@ -31,6 +31,8 @@ from emberkv_proto.types import (
 Tokens = Sequence[int] | npt.NDArray[np.integer]
 _LENGTH = struct.Struct("<I")
 _TAG_AND_LENGTH = struct.Struct("<BI")
+UNKNOWN_CHECKSUM = 0
+"""Stands where a checksum would, when nobody has computed it yet."""
 
 
 class ExtraKeyTag(IntEnum):
@@ -157,8 +159,11 @@ def index_keys(hashes: Sequence[BlockHash]) -> npt.NDArray[np.uint64]:
 
 
 def checksum(payload: bytes | bytearray | memoryview) -> int:
-    """First 8 bytes of BLAKE3 over a part's payload, as an unsigned little-endian number."""
-    return int.from_bytes(blake3.blake3(payload).digest(length=8), "little")
+    """First 8 bytes of BLAKE3 over a part's payload, as an unsigned little-endian number.
+
+    Never UNKNOWN_CHECKSUM: 0 becomes 1.
+    """
+    return int.from_bytes(blake3.blake3(payload).digest(length=8), "little") or 1
 
 
 def _prefixed(value: bytes) -> bytes:

@@ -275,7 +275,7 @@ class FakeDaemon:
         if staged is None:
             raise UnknownStageError(f"stage {request.stage_id}")
         hashes = _split(request.hashes)
-        sums = struct.unpack(f"<{len(hashes)}Q", request.checksums)
+        sums = struct.unpack(f"<{len(hashes)}Q", request.checksums or bytes(8 * len(hashes)))
         for block_hash, value in zip(hashes, sums, strict=True):
             self._blocks[block_hash] = _Slot(staged.pop(block_hash), value)
         return store_pb2.CommitResponse(committed_blocks=len(hashes))

@@ -17,7 +17,7 @@ from client_sdk.engine.vllm_connector.pages import EnginePages, Fence
 from client_sdk.engine.vllm_connector.plan import LoadPlan, SavePlan, StepReport
 from client_sdk.engine.vllm_connector.stats import EmberStats
 from client_sdk.sync_client import Lease, SyncClient
-from emberkv_proto.errors import CorruptionError, EmberError
+from emberkv_proto.errors import ChecksumUnknownError, CorruptionError, EmberError
 from emberkv_proto.types import AcquirePolicy, StageState
 
 log = logging.getLogger("vllm.emberkv.transfer")
@@ -230,7 +230,7 @@ class WorkerHalf:
             if self._verifies:
                 try:
                     lease.verify(block)
-                except CorruptionError as error:
+                except (CorruptionError, ChecksumUnknownError) as error:
                     log.warning("%s", error)
                     break
             block += 1

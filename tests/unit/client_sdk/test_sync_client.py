@@ -14,6 +14,7 @@ from client_sdk import OperatorClient, Patience, SyncClient
 from client_sdk.session import MAX_OWED_ANSWERS
 from emberkv_proto.errors import (
     AccessDeniedError,
+    ChecksumUnknownError,
     CorruptionError,
     DrainingError,
     InvalidRequestError,
@@ -683,3 +684,19 @@ def test_patience_sets_the_deadline_that_the_caller_does_not(
         client.acquire(HASHES, deadline_seconds=0.25)
         client.acquire(HASHES, policy=AcquirePolicy.WAIT_COMPLETE)
     assert [request.deadline_seconds for request in daemon.acquired] == [3.0, 0.25, 0.0]
+
+
+def test_a_block_without_a_checksum_can_be_read_but_never_passes_for_verified(
+    client: SyncClient,
+) -> None:
+    with client.stage(HASHES[:2]) as staged:
+        for i in staged.granted:
+            staged.view(i)[:] = bytes(PART_BYTES)
+        assert staged.commit_unsummed([0]) == 1
+        assert staged.commit() == 1
+    with client.acquire(HASHES[:2]) as lease:
+        assert lease.view(0) == bytes(PART_BYTES)
+        assert lease.checksum(0) is None
+        with pytest.raises(ChecksumUnknownError, match="block 0"):
+            lease.verify(0)
+        lease.verify(1)

@@ -388,7 +388,7 @@ async def test_a_quarantined_block_takes_no_more_parts(make: Make) -> None:
     small.store.holdings.quarantine(block)
     small.store.holdings.publish()
     small.check_integrity()
-    assert small.store.commit(window, staged.stage_id, HASHES[:1], [0]) == 1
+    assert small.store.commit(window, staged.stage_id, HASHES[:1], [1]) == 1
     assert small.store.holdings.catalog.blocks == {}
     assert small.store.holdings.pool.slots.used_bytes == 0
 

@@ -336,7 +336,7 @@ async def test_leased_blocks_are_never_evicted(make: Make) -> None:
         assert staged.stage_id
         own = [h for h, offset in zip(hashes, staged.offsets, strict=True) if offset]
         assert len(own) == 8
-        small.store.commit(session, staged.stage_id, own, [0] * len(own))
+        small.store.commit(session, staged.stage_id, own, [1] * len(own))
         assert held.ready == 6
     small.assert_readable(held)
     assert small.store.holdings.counters["evicted_blocks"] >= 1250 * 8 - 14
