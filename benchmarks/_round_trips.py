@@ -63,7 +63,7 @@ def round_trips(
             chains = [fresh_chain(blocks) for _ in range(repeats + WARM_UP)]
             for calls in (
                 _reading(client, fresh_chain(blocks)),
-                _writing(client, chains, [0] * blocks),
+                _writing(client, chains, [1] * blocks),
             ):
                 taken = _take_turns(serving, calls, echo, FRAME_BYTES + 32 * blocks, repeats)
                 yield from _figures(taken, target, repeats)

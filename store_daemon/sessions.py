@@ -74,7 +74,7 @@ def stage_state(block: Block, namespace: StoredNamespace, part: int, part_bit: i
     return StageState.GRANTED
 
 
-def count_states(states: bytearray) -> dict[str, int]:
+def count_states(states: bytes) -> dict[str, int]:
     """How often each state occurs, by the counter's name; no zeros."""
     counts = {name: states.count(state) for state, name in _STAGE_COUNTERS.items()}
     return {name: count for name, count in counts.items() if count}

@@ -28,7 +28,6 @@ from emberkv_proto.types import (
     EngineInfo,
     NamespaceId,
     SaltId,
-    StageState,
     Tier,
     TierDigest,
 )
@@ -46,13 +45,13 @@ from store_daemon.ports import EventSink, PeerGrant, Puller, PullRoom
 from store_daemon.prefetching import NOTHING, Scheduled
 from store_daemon.quotas import change_quotas, tenants_of
 from store_daemon.scrubbing import Scrubbing
-from store_daemon.sessions import Probed, Session, Staged, StagedPart, count_states, stage_state
+from store_daemon.sessions import Probed, Session, Staged, StagedPart, count_states
 from store_daemon.staged_run import StagedRun
-from store_daemon.tenants import Tenant
+from store_daemon.staging import grant_slots
 from store_daemon.tier_state import TierState, tier_states
 from store_daemon.tiers.drive import DriveState
 from store_daemon.tiers.pool import Pool
-from store_daemon.tiers.slots import SizeClass, Slot
+from store_daemon.tiers.slots import Slot
 from store_daemon.tiers.ssd import SsdTier
 from store_daemon.writeback import WritebackQueue
 
@@ -266,66 +265,18 @@ class BlockStore:
             raise DrainingError("the daemon is shutting down and takes no new blocks")
         if parent is not None and parent in hashes:
             raise InvalidRequestError("a block cannot be its own ancestor")
-        namespace, part = session.own, session.part
-        size_class = namespace.size_classes[part]
         holdings = self.holdings
-        blocks, queue, part_bit = holdings.catalog.blocks, holdings.queue, 1 << part
-        queue.next_access()
         tenant = holdings.tenants.of(salt_id)
-        known: list[Block] = []
-        catalog = holdings.catalog
-        # Slots for what is nowhere yet, as far as they are free: neighbours copy faster.
-        absent = len(hashes) - sum(map(blocks.__contains__, hashes))
-        free = holdings.pool.take_run(size_class, absent) if tenant is None else []
-        if len(free) == len(hashes):
-            begun = catalog.begin_run(namespace, hashes, parent, part, None)
-            parts = dict(zip(hashes, map(StagedPart, begun, free), strict=True))
-            places = [slot.offset for slot in free]
-            return self._staged(session, parts, bytearray(len(hashes)), places)
-        free.reverse()
-        previous = catalog.find(namespace, parent) if parent is not None else None
-        granted: dict[BlockHash, StagedPart] = {}
-        states = bytearray(len(hashes))
-        offsets = [0] * len(hashes)
-        is_full = False
-        for number, block_hash in enumerate(hashes):
-            block = blocks.get(block_hash)
-            state = StageState.GRANTED
-            if block is not None:
-                known.append(block)
-                state = stage_state(block, namespace, part, part_bit)
-            if state is StageState.GRANTED:
-                owner = tenant if block is None else block.tenant
-                slot = free.pop() if free else None
-                if slot is None and not is_full:
-                    slot = self._take_beside(previous, size_class, owner)
-                if slot is None:
-                    is_full = True
-                    state = StageState.NO_SPACE
-                else:
-                    block = catalog.begin_part(namespace, block_hash, parent, part, tenant)
-                    granted[block_hash] = StagedPart(block, slot)
-                    offsets[number] = slot.offset
-            states[number] = state
-            parent, previous = block_hash, block
-        queue.touch(known)
-        return self._staged(session, granted, states, offsets)
-
-    def _staged(
-        self,
-        session: Session,
-        granted: dict[BlockHash, StagedPart],
-        states: bytearray,
-        offsets: list[int],
-    ) -> Staged:
-        self.holdings.counters.update(count_states(states))
-        self.holdings.publish()
-        if not granted:
-            return Staged(0, bytes(states), offsets)
+        grants = grant_slots(holdings, session.own, session.part, hashes, parent, tenant)
+        states = bytes(grants.states)
+        holdings.counters.update(count_states(states))
+        holdings.publish()
+        if not grants.granted:
+            return Staged(0, states, grants.offsets)
         self._last_stage += 1
-        session.stages[self._last_stage] = granted
+        session.stages[self._last_stage] = grants.granted
         self._trim_soon()
-        return Staged(self._last_stage, bytes(states), offsets)
+        return Staged(self._last_stage, states, grants.offsets)
 
     def commit(
         self,
@@ -520,21 +471,6 @@ class BlockStore:
         return []
 
     # ---- inner steps ----
-
-    def _take_beside(
-        self, parent: Block | None, size_class: SizeClass, tenant: Tenant | None
-    ) -> Slot | None:
-        """A slot for a child of `parent`, which must not be evicted to make room for it."""
-        if tenant is None:
-            slot = self.holdings.pool.take(size_class)
-            if slot is not None:
-                return slot
-        if parent is None:
-            return self.holdings.take(size_class, tenant)
-        self.holdings.catalog.pin(parent)
-        slot = self.holdings.take(size_class, tenant)
-        self.holdings.unpin([parent])
-        return slot
 
     def _stage(self, session: Session, stage_id: int) -> dict[BlockHash, StagedPart]:
         stage = session.stages.get(stage_id)
