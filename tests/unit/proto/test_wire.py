@@ -76,6 +76,7 @@ def test_numbers_of_the_protocol_are_fixed() -> None:
     """They are spoken between versions: a change here needs another PROTOCOL."""
     names = (
         "HELLO PROBE ACQUIRE WAIT RELEASE STAGE COMMIT ABORT HEARTBEAT PREFETCH STATUS CHECK DRAIN"
+        " CANCEL_PREFETCH"
     )
     assert [(m.name, m.value) for m in Method] == [(n, i + 1) for i, n in enumerate(names.split())]
     assert HEADER.size == 12
