@@ -208,6 +208,10 @@ class Server(_Process):
             *options,
         ]
 
+    def add(self, option: str) -> None:
+        """One more option for the next start."""
+        self._command.append(option)
+
     def __enter__(self) -> Server:
         self.start()
         return self

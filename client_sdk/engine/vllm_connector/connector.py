@@ -25,7 +25,7 @@ from client_sdk.engine.vllm_connector.stats import EmberPromMetrics, EmberStats
 from client_sdk.engine.vllm_connector.transfer import Ended, WorkerHalf
 from client_sdk.sync_client import SyncClient
 from emberkv_proto.errors import EmberError
-from emberkv_proto.types import EngineInfo, Tier
+from emberkv_proto.types import EngineInfo, Source
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -94,7 +94,7 @@ class EmberConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if role is KVConnectorRole.SCHEDULER:
             ranks = int(vllm_config.parallel_config.tensor_parallel_size)
             client = self._client(self._shape, 0, "scheduler", self._engine_info(self._shape))
-            self._scheduler = SchedulerHalf(client, self._shape, ranks, self._stats)
+            self._scheduler = SchedulerHalf(client, self._shape, ranks, self._settings, self._stats)
             try:
                 client.connect()  # announces the engine; heartbeats keep trying
             except EmberError as error:
@@ -114,7 +114,7 @@ class EmberConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._scheduler is None:
             return 0, False
         tokens = self._scheduler.matched_tokens(request, num_computed_tokens)
-        return tokens, tokens > 0 and self._settings.load_async
+        return tokens, bool(tokens) and self._settings.load_async
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
@@ -130,9 +130,13 @@ class EmberConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
         if self._scheduler is None or not num_external_tokens:
             return {}
-        names = {Tier.DRAM: CacheHitSource.HOST, Tier.SSD: CacheHitSource.DISK}
-        found = self._scheduler.tokens_by_tier(request, num_external_tokens)
-        return {names[tier]: tokens for tier, tokens in found.items()}
+        names = {
+            Source.DRAM: CacheHitSource.HOST,
+            Source.SSD: CacheHitSource.DISK,
+            Source.PEER: CacheHitSource.P2P,
+        }
+        found = self._scheduler.tokens_by_source(request, num_external_tokens)
+        return {names[source]: tokens for source, tokens in found.items()}
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         # Not guarded, for the same reason.
@@ -147,6 +151,7 @@ class EmberConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, StepReport):
             self._scheduler.reported(report)
+        self._scheduler.loaded(connector_output.finished_recving or ())
         self._scheduler.left(connector_output.finished_sending or ())
 
     @_guarded(_nothing_kept)

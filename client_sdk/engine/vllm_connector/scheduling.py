@@ -6,6 +6,8 @@ else is answered from memory.
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -13,28 +15,35 @@ from typing import TYPE_CHECKING, Any
 from client_sdk.engine.vllm_connector.chains import RequestChain, UncacheableRequestError
 from client_sdk.engine.vllm_connector.identity import PageShape
 from client_sdk.engine.vllm_connector.plan import LoadPlan, SavePlan, StepPlan, StepReport
+from client_sdk.engine.vllm_connector.settings import ConnectorSettings
 from client_sdk.engine.vllm_connector.stats import EmberStats
-from client_sdk.sync_client import ProbeResult, SyncClient
+from client_sdk.sync_client import Lease, SyncClient
 from emberkv_proto.errors import EmberError
-from emberkv_proto.types import Tier
+from emberkv_proto.types import AcquirePolicy, Source
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
-PREFETCH_SECONDS = 10.0
-NOTHING = ProbeResult(0, ())
+POLL_SECONDS = 0.002
+"""How often the daemon is asked after blocks of other nodes."""
+PAUSE_SECONDS = 0.0005
 
 
 @dataclass(eq=False, slots=True)
 class _Known:
-    """A request of the engine, from its first lookup until its pages are free."""
+    """A request of the engine, from its first lookup until it has finished."""
 
     request: Request
     chain: RequestChain
-    hit: ProbeResult | None = None
-    """What the store had, until the request is admitted or preempted."""
+    lease: Lease | None = None
+    """On what the store has; held until the load has ended."""
+    is_looked_up: bool = False
+    """Until the request is preempted: it is then looked up again, with what it has generated."""
+    peers_until: float = 0.0
+    """How long blocks of other nodes are waited for."""
+    asked_at: float = 0.0
     gave_up: bool = False
     """A load failed: the rest of this request is computed."""
     computed_tokens: int = 0
@@ -45,6 +54,12 @@ class _Known:
     saves_begun: int = 0
     saves_ended: int = 0
 
+    def release(self) -> None:
+        lease, self.lease = self.lease, None
+        if lease is not None:
+            with contextlib.suppress(EmberError):  # a daemon that is away has released it
+                lease.release()
+
 
 class SchedulerHalf:
     """Plans of loads and saves. One thread uses it.
@@ -52,15 +67,26 @@ class SchedulerHalf:
     Args:
         client: a session for part 0; a block is found once the parts of all ranks are there.
         ranks: workers that each report the end of a save.
+        stats: counts of both halves go into it.
     """
 
-    def __init__(self, client: SyncClient, shape: PageShape, ranks: int, stats: EmberStats) -> None:
+    def __init__(
+        self,
+        client: SyncClient,
+        shape: PageShape,
+        ranks: int,
+        settings: ConnectorSettings,
+        stats: EmberStats,
+    ) -> None:
         self._client = client
         self._shape = shape
         self._ranks = ranks
+        self._settings = settings
         self._stats = stats
         self._known: dict[str, _Known] = {}
         self._loads: list[LoadPlan] = []
+        self._loading: list[_Known] = []
+        """Loads of the step that was planned last, where steps wait for their loads."""
         self._finished: set[str] = set()
         self._leaving: dict[str, _Known] = {}
         """Finished requests whose saves have not all ended."""
@@ -68,20 +94,40 @@ class SchedulerHalf:
 
     # ---- loads ----
 
-    def matched_tokens(self, request: Request, computed_tokens: int) -> int:
+    def matched_tokens(self, request: Request, computed_tokens: int) -> int | None:
         """Tokens that the store can add to `computed_tokens`; at least one is left to compute.
 
-        Asked again and again while a request waits; the daemon is asked once.
+        None: other nodes have not answered yet, ask again. Asked again and again while a request
+        waits; the daemon is asked once, and then only after what comes from other nodes.
         """
         known = self._know(request)
-        if known is None:
+        if known is None or known.gave_up:
             return 0
-        if known.hit is None:
-            known.hit = self._look_up(known)
+        known.computed_tokens = computed_tokens
+        if not known.is_looked_up or (known.lease is not None and not known.lease.is_valid):
+            self._look_up(known)
+        lease = known.lease
+        if lease is None:
+            return 0
+        now = time.monotonic()
+        if self._awaits_peers(lease) and now < known.peers_until:
+            if now - known.asked_at >= POLL_SECONDS:
+                known.asked_at = now
+                self._poll(known, lease)
+                if known.lease is None:
+                    return 0
+            if self._awaits_peers(lease):
+                time.sleep(PAUSE_SECONDS)  # an idle engine asks thousands of times a second
+                return None
+        blocks = lease.usable_blocks
+        if self._awaits_peers(lease):
+            blocks = min(lease.ready_blocks, lease.sources.index(Source.PEER))
+        known.saved_blocks = blocks
         page = self._shape.page_tokens
         limit = (int(request.num_tokens) - 1) // page * page
-        found = min(known.hit.hit_blocks * self._shape.block_tokens, limit) - computed_tokens
-        known.computed_tokens = computed_tokens
+        found = min(blocks * self._shape.block_tokens, limit) - computed_tokens
+        if found <= 0:
+            known.release()
         return max(found, 0)
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, tokens: int) -> None:
@@ -104,48 +150,54 @@ class SchedulerHalf:
             )
         )
 
-    def tokens_by_tier(self, request: Request, tokens: int) -> dict[Tier, int]:
+    def tokens_by_source(self, request: Request, tokens: int) -> dict[Source, int]:
         """Where the `tokens` of the load just planned were when they were looked up."""
         known = self._known.get(request.request_id)
-        if known is None or known.hit is None:
+        if known is None or known.lease is None:
             return {}
-        size, found = self._shape.block_tokens, {Tier.DRAM: 0, Tier.SSD: 0}
+        size = self._shape.block_tokens
         first, last = known.computed_tokens, known.computed_tokens + tokens
+        found: dict[Source, int] = {}
         for block in range(first // size, -(-last // size)):
             begin, end = max(first, block * size), min(last, (block + 1) * size)
-            tier = Tier.DRAM if Tier.DRAM in known.hit.tiers[block] else Tier.SSD
-            found[tier] += end - begin
-        return {tier: count for tier, count in found.items() if count}
+            source = known.lease.sources[block]
+            found[source] = found.get(source, 0) + end - begin
+        return found
 
     # ---- steps ----
 
     def step(self, output: SchedulerOutput) -> StepPlan:
         """The plan of one engine step."""
         plan = StepPlan(loads=self._loads, finished=self._finished)
+        for known in self._loading:
+            known.release()
+        self._loading = []
+        if not self._settings.load_async:
+            self._loading = [self._known[load.request_id] for load in self._loads]
         self._loads, self._finished = [], set()
         for request_id in output.preempted_req_ids or ():
             plan.preempted.add(request_id)
-            known = self._known.get(request_id)
-            if known is not None:
-                known.pages = []
-                if not known.gave_up:
-                    known.hit = None  # to be looked up again, with what it has generated
+            preempted = self._known.get(request_id)
+            if preempted is not None:
+                preempted.release()
+                preempted.pages = []
+                preempted.is_looked_up = False
         for new in output.scheduled_new_reqs:
-            known = self._known.get(new.req_id)
-            if known is not None:
-                known.pages = list(new.block_ids[0])
-                self._save(plan, known, new.num_computed_tokens, output)
+            fresh = self._known.get(new.req_id)
+            if fresh is not None:
+                fresh.pages = list(new.block_ids[0])
+                self._save(plan, fresh, new.num_computed_tokens, output)
         cached = output.scheduled_cached_reqs
         for number, request_id in enumerate(cached.req_ids):
-            known = self._known.get(request_id)
-            if known is None:
+            running = self._known.get(request_id)
+            if running is None:
                 continue
-            fresh = cached.new_block_ids[number]
+            pages = cached.new_block_ids[number]
             if request_id in cached.resumed_req_ids:
-                known.pages = list(fresh[0]) if fresh is not None else []
-            elif fresh is not None:
-                known.pages += fresh[0]
-            self._save(plan, known, cached.num_computed_tokens[number], output)
+                running.pages = list(pages[0]) if pages is not None else []
+            elif pages is not None:
+                running.pages += pages[0]
+            self._save(plan, running, cached.num_computed_tokens[number], output)
         return plan
 
     def reported(self, report: StepReport) -> None:
@@ -154,13 +206,19 @@ class SchedulerHalf:
             known = self._known.get(request_id)
             if known is not None:
                 # Computed from here on: to look it up again could promise the same for ever.
-                known.hit = NOTHING
                 known.gave_up = True
         for request_id, ended in report.saves_ended.items():
             known = self._known.get(request_id) or self._leaving.get(request_id)
             if known is None:
                 continue
             known.saves_ended += ended
+
+    def loaded(self, requests: Iterable[str]) -> None:
+        """Loads between steps have ended, well or not."""
+        for request_id in requests:
+            known = self._known.get(request_id)
+            if known is not None:
+                known.release()
 
     def left(self, requests: Iterable[str]) -> None:
         """The pages of these finished requests are free."""
@@ -170,6 +228,8 @@ class SchedulerHalf:
     def finished(self, request: Request) -> bool:
         """Whether the pages of a finished request must stay until its saves have ended."""
         known = self._known.pop(request.request_id, None)
+        if known is not None:
+            known.release()
         if known is None or known.saves_ended >= known.saves_begun * self._ranks:
             return False
         self._leaving[request.request_id] = known
@@ -177,11 +237,12 @@ class SchedulerHalf:
         return True
 
     def check_integrity(self) -> None:
-        """Assert that no request is known twice and no plan names one that is not."""
+        """Assert that no request is known twice, and that leases are held by requests alone."""
         assert not self._known.keys() & self._leaving.keys()
         assert all(load.request_id in self._known for load in self._loads)
         for known in (*self._known.values(), *self._leaving.values()):
             assert known.saves_ended <= known.saves_begun * self._ranks
+        assert all(known.lease is None for known in self._leaving.values())
 
     # ---- inside ----
 
@@ -196,21 +257,38 @@ class SchedulerHalf:
             known = self._known[request.request_id] = _Known(request, chain)
         return known
 
-    def _look_up(self, known: _Known) -> ProbeResult:
-        """What the store has of a request, and a start on bringing what is slow to load."""
+    def _look_up(self, known: _Known) -> None:
+        """Lease what the store has of a request, and have what is slow to load on its way."""
+        known.release()
+        known.is_looked_up = True
         hashes = known.chain.grow(_tokens(known.request))
         self._stats.count("lookups")
         if not hashes:
-            return NOTHING
+            return
+        now = time.monotonic()
+        known.peers_until, known.asked_at = now + self._settings.peer_seconds, now
         try:
-            found = self._client.probe(hashes)
-            known.saved_blocks = found.hit_blocks
-            if any(Tier.DRAM not in tiers for tiers in found.tiers[: found.hit_blocks]):
-                self._client.prefetch(hashes[: found.hit_blocks], PREFETCH_SECONDS)
+            lease = self._client.acquire(
+                hashes,
+                policy=AcquirePolicy.TIMEOUT,
+                deadline_seconds=self._settings.load_seconds,
+            )
         except EmberError:
-            self._stats.count("errors")
-            return NOTHING
-        return found
+            self._stats.count("failed_lookups")
+            return
+        if lease.usable_blocks:
+            known.lease = lease
+
+    def _awaits_peers(self, lease: Lease) -> bool:
+        """Whether it is open what other nodes have."""
+        return not lease.is_complete and Source.PEER in lease.sources[lease.ready_blocks :]
+
+    def _poll(self, known: _Known, lease: Lease) -> None:
+        try:
+            lease.wait(lease.usable_blocks, timeout_seconds=0.0)
+        except EmberError:
+            self._stats.count("failed_lookups")
+            known.release()
 
     def _save(self, plan: StepPlan, known: _Known, computed: int, output: SchedulerOutput) -> None:
         """Plan to keep the blocks that are full once this step has run."""

@@ -22,6 +22,8 @@ class ConnectorSettings:
     """Load between steps, while other requests compute; False: before each layer of the step."""
     load_seconds: float = 5.0
     """How long a load waits for blocks from SSD or peers; what is late is computed."""
+    peer_seconds: float = 0.5
+    """How long a request waits for what other nodes have, before it is admitted without."""
     timeout_seconds: float = 0.25
     """What one call to the daemon may cost."""
     verify: bool = True
@@ -52,6 +54,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "engine_url": (str,),
     "load_async": (bool,),
     "load_seconds": (float, int),
+    "peer_seconds": (float, int),
     "timeout_seconds": (float, int),
     "verify": (bool,),
     "block_tokens": (int,),

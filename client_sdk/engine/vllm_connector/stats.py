@@ -13,6 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 
 COUNTERS = {
     "lookups": "Requests looked up in the store.",
+    "failed_lookups": "Lookups that the daemon did not answer, or not in time.",
     "hit_blocks": "Blocks that lookups found beyond the engine's own.",
     "loaded_blocks": "Blocks copied from the store into the engine.",
     "failed_blocks": "Blocks that a lookup promised and no copy brought; recomputed.",
