@@ -112,7 +112,7 @@ def _complete(url: str, tokens: list[int]) -> _Answer:
         try:
             with urllib.request.urlopen(request, timeout=60) as answer:  # noqa: S310
                 return _Answer(answer.headers["x-emberkv-engine"], json.load(answer))
-        except urllib.error.HTTPError as error:
+        except urllib.error.HTTPError as error:  # noqa: PERF203
             # Until the router has heard of the engines there is nobody to ask.
             if error.code != 503 or time.monotonic() > deadline:
                 raise AssertionError(f"{error.code}: {error.read()[:500]!r}") from error
