@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks._vllm import PAGE_TOKENS, Server, transfer_config
+from tests.helpers.cluster import wait_until
 from tests.helpers.daemon_process import MIB, DaemonProcess
 
 pytestmark = pytest.mark.timeout(900)
@@ -25,16 +26,27 @@ def test_a_server_killed_and_started_again_finds_all_full_blocks(
     with Server(tmp_path / "plain", model, plain, ranks=ranks) as server:
         right = [_complete(server, tokens)[0] for tokens in asked]
     with DaemonProcess(tmp_path / "daemon", capacity_bytes=192 * MIB) as daemon:
-        transfer = f"--kv-transfer-config={json.dumps(transfer_config(daemon.socket_path))}"
+        # A busy machine must not turn a hit into a miss here.
+        patient = transfer_config(daemon.socket_path, timeout_seconds=5.0)
+        transfer = f"--kv-transfer-config={json.dumps(patient)}"
         with Server(tmp_path / "server", model, transfer, ranks=ranks) as server:
             assert [_complete(server, tokens) for tokens in asked] == [(t, 0) for t in right]
+            full = (PROMPT_TOKENS - 1) // PAGE_TOKENS * PAGE_TOKENS
+            _await_blocks(daemon, len(asked) * full // PAGE_TOKENS)
             server.kill()
             server.start()
-            full = (PROMPT_TOKENS - 1) // PAGE_TOKENS * PAGE_TOKENS
             assert [_complete(server, tokens) for tokens in asked] == [(t, full) for t in right]
             metrics = server.get("/metrics")
     loaded = [line for line in metrics.splitlines() if "emberkv_loaded_blocks_total{" in line]
     assert float(loaded[0].split()[-1]) == ranks * 3 * full // PAGE_TOKENS
+
+
+def _await_blocks(daemon: DaemonProcess, blocks: int) -> None:
+    """Wait until the saves, which nobody waits for, have ended."""
+    with daemon.operator() as operator:
+        wait_until(
+            lambda: operator.status().tiers[0].blocks >= blocks, f"{blocks} blocks are saved"
+        )
 
 
 def _complete(server: Server, tokens: list[int]) -> tuple[str, int]:
