@@ -86,4 +86,4 @@ def _alternating(
 
 
 if __name__ == "__main__":
-    main("vllm", lambda options: list(measure(options)))
+    main("vllm_engine", lambda options: list(measure(options)))
