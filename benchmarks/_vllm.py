@@ -167,12 +167,8 @@ class Engine(_Process):
 
     def _read(self) -> None:
         assert self.process.stdout is not None
-        with self.log.open("a") as log:
-            for line in self.process.stdout:
-                if line.startswith("ANSWER "):
-                    self._answers.put(line.removeprefix("ANSWER "))
-                else:
-                    log.write(line)
+        for line in self.process.stdout:
+            self._answers.put(line)
         self._answers.put(None)
 
 

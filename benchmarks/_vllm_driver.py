@@ -1,12 +1,13 @@
 """Runs in vLLM's environment: an engine in this process, told what to do line by line.
 
 The first line of standard input is the engine's options, each further one a request; each gets
-one line `ANSWER <json>` on standard output.
+one line of JSON on standard output. What the engine prints goes to standard error.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from typing import Any
 
@@ -55,12 +56,14 @@ def counters(llm: LLM) -> dict[str, float]:
 
 
 def main() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
     options = json.loads(sys.stdin.readline())
     transfer = options.pop("kv_transfer_config", None)
     if transfer is not None:
         options["kv_transfer_config"] = KVTransferConfig(**transfer)
     llm = LLM(**options)
-    print("ANSWER " + json.dumps("ready"), flush=True)
+    print(json.dumps("ready"), file=answers, flush=True)
     for line in sys.stdin:
         job = json.loads(line)
         answer: object
@@ -70,7 +73,7 @@ def main() -> None:
             answer = llm.reset_prefix_cache()
         else:
             answer = counters(llm)
-        print("ANSWER " + json.dumps(answer), flush=True)
+        print(json.dumps(answer), file=answers, flush=True)
 
 
 if __name__ == "__main__":
