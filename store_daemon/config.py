@@ -58,7 +58,7 @@ class DaemonSection(Section):
     """How long a lease lives without a heartbeat of its session."""
     stage_seconds: Seconds = 60.0
     """How long a staged block may stay uncommitted without a heartbeat of its session."""
-    lease_share: Share = 0.5
+    lease_share: Share = 0.9
     """Part of dram.capacity_bytes that the leases of one session may hold; it gets shorter hits
     beyond."""
     drain_seconds: Seconds = 20.0

@@ -10,6 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from store_daemon.block import UNWRITTEN, Block
+from store_daemon.config import SsdSection
+
+UNWRITTEN_SECONDS = 10.0
+"""How long ssd.writeback: on_evict keeps a victim in DRAM that is not written yet."""
+
+
+def patience_seconds(config: SsdSection) -> float:
+    """In the other modes a victim goes unwritten as soon as there is no other."""
+    return UNWRITTEN_SECONDS if config.writeback == "on_evict" else 0.0
 
 
 class Departures:

@@ -55,7 +55,7 @@ class Holdings:
         self.catalog = BlockCatalog(
             self.queue.offer, self.queue.entered, self.queue.left, self._unlinked
         )
-        capacity_bytes = pool.slots.extent_count * pool.slots.extent_bytes
+        capacity_bytes = pool.slots.total_bytes
         self.pins = PinBook(int(config.pin_share * capacity_bytes))
         self.lost_pins: list[tuple[NamespaceId, BlockHash]] = []
         """Hard pins whose block is gone, still to be struck from the local index."""
@@ -86,7 +86,7 @@ class Holdings:
         """Other watermarks, another policy, another limit for pins; the pool stays as it is."""
         if config.policy != self._config.policy:
             self.queue.use(POLICIES[config.policy](), self.catalog.blocks.values())
-        capacity_bytes = self.pool.slots.extent_count * self.pool.slots.extent_bytes
+        capacity_bytes = self.pool.slots.total_bytes
         self.pins.limit_bytes = int(config.pin_share * capacity_bytes)
         self.departures.limit_bytes = int((1 - config.low_watermark) * capacity_bytes)
         self._config = config

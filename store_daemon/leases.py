@@ -8,7 +8,7 @@ complete when they meet. Where a shorter hit needs other parts (window and state
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NewType
 
@@ -150,6 +150,10 @@ class LeaseTable:
         self._leases[lease.id] = lease
         self._by_session.setdefault(session, {})[lease.id] = lease
         return lease
+
+    def of(self, session: SessionId) -> Collection[Lease]:
+        """What the session holds."""
+        return self._by_session.get(session, {}).values()
 
     def check_room(self, session: SessionId) -> None:
         """Raises PoolFullError when the holder has as many leases as it may."""

@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
-from emberkv_proto.errors import InvalidRequestError
+from emberkv_proto.errors import InvalidRequestError, PoolFullError
 from emberkv_proto.hashing import UNKNOWN_CHECKSUM
 from emberkv_proto.types import AcquirePolicy, BlockHash, Source
 from store_daemon.block import Block, StoredNamespace
 from store_daemon.estimates import Estimates
 from store_daemon.holdings import Holdings
+from store_daemon.lease_limit import blocks_that_fit
 from store_daemon.leases import (
     PEERS,
     Lease,
@@ -89,6 +90,8 @@ class Lender:
         clock: Callable[[], float],
     ) -> None:
         self.leases = LeaseTable()
+        self.limit_bytes: int | None = None
+        """Most DRAM that the leases of one session may hold."""
         self.promoter = Promoter(holdings, ssd, readers.executor, self._settled, clock)
         self.pulls = Pulls(holdings, clock)
         self.estimates = Estimates(self.promoter, self.pulls, readers.threads, clock)
@@ -126,11 +129,14 @@ class Lender:
         With `recompute_seconds`, what the reader needs to compute a block, the lease is, and is
         kept, no longer than is worth waiting for.
 
-        Raises PoolFullError when the session holds too many leases.
+        Raises PoolFullError when the session holds too many leases, or so much that not a block
+        more fits under its limit; where some fit, the hit is no longer than these.
         """
         self.leases.check_room(session)
         holdings = self._holdings
         counters = holdings.counters
+        if self.limit_bytes is not None:
+            hashes = self._within_limit(self.limit_bytes, session, namespace, hashes)
         found = holdings.catalog.usable_prefix(namespace, hashes)
         if found:
             idle_seconds = self._clock() - found[-1].used_at
@@ -354,6 +360,24 @@ class Lender:
             self._advance(lease)
 
     # ---- inner steps ----
+
+    def _within_limit(
+        self,
+        limit_bytes: int,
+        session: SessionId,
+        namespace: StoredNamespace,
+        hashes: Sequence[BlockHash],
+    ) -> Sequence[BlockHash]:
+        fitting = blocks_that_fit(limit_bytes, self.leases.of(session), namespace, hashes)
+        if fitting == len(hashes):
+            return hashes
+        self._holdings.counters["lease_limited_blocks"] += len(hashes) - fitting
+        if not fitting:
+            raise PoolFullError(
+                f"the session's leases hold all of the {limit_bytes} bytes that it may lease;"
+                " release those not needed, or raise daemon.lease_share"
+            )
+        return hashes[:fitting]
 
     def _readable_now(
         self, session: SessionId, namespace: StoredNamespace, found: list[Block]

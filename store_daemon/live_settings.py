@@ -15,6 +15,7 @@ from store_daemon.config import DaemonSettings
 LIVE: Mapping[str, str] = {
     "daemon.lease_seconds": "from the next grant or heartbeat on; live only when it grows, because"
     " clients count with the time they were told",
+    "daemon.lease_share": "for the next lease; a lower share ends none",
     "daemon.stage_seconds": "for all sessions, at once",
     "daemon.drain_seconds": "at the next drain",
     "daemon.peer_timeout_seconds": "for the next request of a peer",

@@ -45,6 +45,14 @@ class Session:
     def part_bytes(self) -> int:
         return self.own.size_classes[self.part].payload_bytes
 
+    def check_integrity(self) -> None:
+        """Assert that each stage holds parts that are being written, under their blocks' hashes."""
+        for stage in self.stages.values():
+            assert stage, "an empty stage is kept"
+            for block_hash, staged in stage.items():
+                assert staged.block.hash == block_hash
+                assert staged.block.writers >> self.part & 1
+
 
 @dataclass(frozen=True, slots=True)
 class Staged:

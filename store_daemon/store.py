@@ -33,6 +33,7 @@ from emberkv_proto.types import (
 )
 from store_daemon.block import Block, StoredNamespace
 from store_daemon.config import DaemonSettings
+from store_daemon.departures import patience_seconds
 from store_daemon.holdings import Holdings
 from store_daemon.leases import PEERS as PEERS
 from store_daemon.leases import Lease, LeaseId, SessionId
@@ -57,8 +58,6 @@ from store_daemon.writeback import WritebackQueue
 
 log = logging.getLogger(__name__)
 TICK_SECONDS = 0.1
-UNWRITTEN_SECONDS = 10.0
-"""How long ssd.writeback: on_evict keeps a victim in DRAM that is not written yet."""
 
 
 class BlockStore:
@@ -76,8 +75,9 @@ class BlockStore:
         ssd: SsdTier | None,
         clock: Callable[[], float],
     ) -> None:
-        patience = UNWRITTEN_SECONDS if settings.ssd.writeback == "on_evict" else 0.0
-        self.holdings = Holdings(settings.dram, pool, clock, tenants_of(settings), patience)
+        self.holdings = Holdings(
+            settings.dram, pool, clock, tenants_of(settings), patience_seconds(settings.ssd)
+        )
         self.holdings.on_resident = self._became_resident
         self.sessions: dict[SessionId, Session] = {}
         self.is_draining = False
@@ -91,6 +91,7 @@ class BlockStore:
         times = LendingTimes(settings.daemon.lease_seconds, settings.daemon.peer_timeout_seconds)
         readers = Readers(self._readers, settings.ssd.io_threads)
         self.lender = Lender(self.holdings, ssd, readers, times, clock)
+        self.lender.limit_bytes = int(settings.daemon.lease_share * pool.slots.total_bytes)
         self.writeback: WritebackQueue | None = None
         self.scrubbing: Scrubbing | None = None
         if ssd is not None:
@@ -204,6 +205,7 @@ class BlockStore:
         """Go on with other settings; only those that `live_settings` names may differ."""
         daemon = settings.daemon
         self.lender.set_times(LendingTimes(daemon.lease_seconds, daemon.peer_timeout_seconds))
+        self.lender.limit_bytes = int(daemon.lease_share * self.holdings.pool.slots.total_bytes)
         self.holdings.reconfigure(settings.dram)
         change_quotas(self.holdings.tenants, self._settings, settings)
         if self.writeback is not None and self.scrubbing is not None:
@@ -456,11 +458,7 @@ class BlockStore:
         if self.writeback is not None:
             self.writeback.check_integrity()
         for session in self.sessions.values():
-            for stage in session.stages.values():
-                assert stage, "an empty stage is kept"
-                for block_hash, staged in stage.items():
-                    assert staged.block.hash == block_hash
-                    assert staged.block.writers >> session.part & 1
+            session.check_integrity()
 
     def problems(self) -> list[str]:
         """Every invariant that does not hold, as text; empty when all do."""

@@ -103,6 +103,11 @@ class SlotAllocator:
         self.generation = 0
 
     @property
+    def total_bytes(self) -> int:
+        """Of all extents, headers and remainders included."""
+        return self.extent_count * self.extent_bytes
+
+    @property
     def capacity_bytes(self) -> int:
         """Bytes that slots can take as the extents are carved now."""
         return self._carved_bytes + len(self._stock) * self.extent_bytes

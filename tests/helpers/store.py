@@ -92,7 +92,7 @@ class SmallStore:
     ) -> None:
         self.settings = DaemonSettings(
             node=NodeSection(id="node-1"),
-            daemon=settings or DaemonSection(data_dir=directory / "data"),
+            daemon=settings or DaemonSection(data_dir=directory / "data", lease_share=1.0),
             dram=DramSection(
                 path=directory / "pool",
                 capacity_bytes=extents * 65536,

@@ -10,8 +10,8 @@ import pytest
 
 from emberkv_proto.types import AcquirePolicy, BlockHash, SaltId, StageState, Tier
 from store_daemon.block import Block, StoredNamespace
+from store_daemon.departures import UNWRITTEN_SECONDS
 from store_daemon.retries import LONGEST_PAUSE_SECONDS, MOST_ATTEMPTS, RETRY_BLOCKS, Retries
-from store_daemon.store import UNWRITTEN_SECONDS
 from store_daemon.tenants import Quota
 from store_daemon.tiers import drive, open_segment
 from tests.helpers.store import SmallStore, chain, small_namespace
