@@ -336,6 +336,7 @@ class BlockCatalog:
         assert not block.is_doomed
         block.is_doomed = True
         freed = Freed(rows=self._leave_ssd(block))
+        places = list(block.slots)
         slots = self._leave_dram(block)
         if block.tenant is not None:
             block.tenant.charge_dram(-block.dram_bytes)  # of the parts that are being written
@@ -343,7 +344,7 @@ class BlockCatalog:
         if block.stays:
             self._on_unlinked(block)
         if block.pins:
-            block.slots = list(slots)
+            block.slots = places  # who holds it reads each part where it was
             self._doomed.add(block)
         else:
             freed.slots = slots

@@ -55,6 +55,7 @@ COUNTERS = {
     "writeback_failed_blocks": ("writeback_blocks", {"result": "failed"}),
     "writeback_retried_blocks": ("writeback_blocks", {"result": "retried"}),
     "writeback_given_up_blocks": ("writeback_blocks", {"result": "given_up"}),
+    "lease_limited_blocks": ("lease_limited_blocks", {}),
     "expired_leases": ("expired_leases", {}),
     "pulled_blocks": ("pulled_blocks", {}),
     "failed_pulls": ("failed_pulls", {}),
@@ -111,6 +112,7 @@ HELP = {
     "over_quota_evicted_blocks": "Blocks evicted because their tenant was over its quota.",
     "over_quota_refused": "Stages that were refused because their tenant was over its quota.",
     "over_quota_unwritten_blocks": "Blocks not copied to SSD because of their tenant's quota.",
+    "lease_limited_blocks": "Blocks not leased because their session held all that it may.",
     "refused_pins": "Blocks that were not pinned: hard pins were at their limit.",
     "pin_index_errors": "Times that hard pins could not be read from or struck off the index.",
 }
@@ -144,6 +146,16 @@ class StoreCollector(Collector):
                 "Blocks waiting for their SSD copy.",
                 len(store.writeback) if store.writeback is not None else 0,
             ),
+            "writeback_retrying_blocks": (
+                "Blocks whose write failed and will be tried again.",
+                store.writeback.retrying if store.writeback is not None else 0,
+            ),
+            "unwritten_victim_bytes": (
+                "DRAM of victims that wait for their SSD copy.",
+                store.holdings.departures.waiting_bytes,
+            ),
+            "pinned_blocks": ("Blocks under an operator's pin.", len(store.holdings.pins)),
+            "hard_pinned_bytes": ("What hard pins keep.", store.holdings.pins.hard_bytes),
             "event_seq": ("Number of the newest event.", self._sources.publisher.seq),
             "draining": ("1 while the daemon takes no new work.", int(store.is_draining)),
         }

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from emberkv_proto.errors import InvalidRequestError, UnavailableError
 from emberkv_proto.types import SALT_ID_BYTES, BlockHash, NamespaceId, SaltId, Tier
-from store_daemon.block import Block, StoredNamespace
+from store_daemon.block import PINNED, Block, StoredNamespace
 from store_daemon.holdings import Holdings
 from store_daemon.local_index import LocalIndex
 from store_daemon.namespaces import NamespaceBook
@@ -317,7 +317,7 @@ class Operations:
             holdings.writing_ended(block)  # an operator's word does not wait for the SSD copy
             may_go, byte_count = holdings.catalog.is_evictable(block), block.dram_bytes
         else:
-            may_go, byte_count = not block.pins and not block.stays, block.ssd_bytes
+            may_go, byte_count = not block.pins and not block.stays & PINNED, block.ssd_bytes
         if not may_go:
             tally.kept_blocks += 1
             return False

@@ -7,6 +7,7 @@ import pytest
 
 from emberkv_proto.events import BlocksRemoved, BlocksStored
 from emberkv_proto.hashing import index_key
+from emberkv_proto.layout import Group, GroupKind
 from emberkv_proto.types import BlockHash, Tier
 from store_daemon import catalog
 from store_daemon.block import Block, StoredNamespace
@@ -15,7 +16,7 @@ from store_daemon.eviction import EvictionQueue
 from store_daemon.extents import choose_extent
 from store_daemon.tiers.slots import Slot, SlotAllocator
 from store_daemon.tiers.ssd import SsdRow
-from tests.helpers.store import chain, small_namespace
+from tests.helpers.store import chain, hybrid_namespace, small_namespace
 
 PLAIN = StoredNamespace.of(small_namespace())
 TWO_PARTS = StoredNamespace.of(small_namespace(groups=2, model="two"))
@@ -229,3 +230,30 @@ def test_an_extent_moves_only_when_all_in_it_can_go(
     assert (chosen is not None) == is_movable
     own = choose_extent(fixture.slots, PLAIN.size_classes[0], fixture.catalog)
     assert own is None, "an extent of the wanted class is not moved"
+
+
+def test_a_doomed_block_without_all_its_parts_keeps_the_others_in_their_places(
+    fixture: Fixture,
+) -> None:
+    hybrid = StoredNamespace.of(
+        hybrid_namespace(
+            Group(GroupKind.FULL, 1, 5000),
+            Group(GroupKind.SLIDING_WINDOW, 1, 3000, window_tokens=8),
+            Group(GroupKind.MAMBA, 1, 7000),
+        )
+    )
+    block_hash = chain(hybrid.namespace, 1)[0]
+    for part in (0, 2):
+        block = fixture.catalog.begin_part(hybrid, block_hash, None, part)
+        fixture.catalog.commit_part(block, part, fixture.slot(hybrid, part))
+    before = list(block.slots)
+    assert before[1] is None
+    fixture.catalog.pin(block)
+    assert fixture.catalog.doom(block).slots == []
+    assert block.slots == before
+    fixture.check()
+    freed = fixture.catalog.unpin([block])
+    assert freed == [before[0], before[2]]
+    for slot in freed:
+        fixture.slots.give_back(slot)
+    fixture.check()
