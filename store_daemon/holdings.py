@@ -270,6 +270,9 @@ class Holdings:
         """The block's DRAM bytes are wrong: unlink it everywhere; freed when nobody holds it."""
         self.counters["corrupt_blocks"] += 1
         self._let_go(self.catalog.doom(block))
+        for slot in block.slots:
+            if slot is not None:  # held by a reader; a restart meanwhile must not find it
+                self.pool.unlink(slot)
 
     def drop_rows(self, rows: Iterable[SsdRow]) -> None:
         """The SSD tier has reclaimed these rows."""

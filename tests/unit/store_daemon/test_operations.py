@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from emberkv_proto.errors import InvalidRequestError, UnknownNamespaceError
-from emberkv_proto.types import BlockHash, NamespaceId, SaltId, StageState, Tier
+from emberkv_proto.types import AcquirePolicy, BlockHash, NamespaceId, SaltId, StageState, Tier
 from store_daemon.operations import Evicted, Pinned
 from store_daemon.tenants import Quota, TenantUsage
 from tests.helpers.store import SmallStore, chain, small_namespace
@@ -291,4 +291,27 @@ async def test_usage_in_both_tiers_is_the_same_after_a_restart(tmp_path: Path) -
         (BEN, 0),
     ]
     assert again.store.operations.usage()[1].ssd_bytes == 2 * RECORD
+    await again.close()
+
+
+async def test_a_block_found_wrong_while_it_is_read_is_not_there_after_a_kill(
+    tmp_path: Path,
+) -> None:
+    small = SmallStore(tmp_path)
+    session, hashes = small.open(SPACE), chain(SPACE, 3)
+    small.put(session, hashes)
+    lease = small.store.acquire(session, hashes, AcquirePolicy.BEST_EFFORT, 1.0)
+    assert lease is not None
+    holdings = small.store.holdings
+    holdings.quarantine(holdings.catalog.blocks[hashes[2]])
+    holdings.publish()
+    small.check_integrity()
+    small.assert_readable(lease)  # the reader's slots are nobody else's yet
+    image = small.settings.dram.path.read_bytes()
+    await small.close()
+    small.settings.dram.path.write_bytes(image)
+
+    again = SmallStore(tmp_path)
+    again.check_integrity()
+    assert in_dram(again, hashes) == [True, True, False]
     await again.close()
