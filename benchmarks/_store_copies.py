@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from benchmarks._figure import MIB, Figure, Options, median_values, size_name
+from benchmarks._figure import (
+    MIB,
+    Figure,
+    Line,
+    NotAvailable,
+    Options,
+    median_values,
+    size_name,
+)
 from benchmarks._store_client import BATCH
-from benchmarks._workers import Worker, at_once, gigabytes_per_second
+from benchmarks._workers import Worker, WorkerFailedError, at_once, gigabytes_per_second
 
 SIZES = (64 * 1024, 256 * 1024, MIB, 4 * MIB)
 JUDGED_FROM = 256 * 1024
@@ -20,15 +30,31 @@ KEPT_CHAINS = 2
 MEMCPY = "the same copies in plain memory like the pool's, in as many processes at once"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Contender:
-    """A store, and the processes that are its clients."""
+    """A store, and the processes that are its clients. A peer that fails is out, and says why."""
 
     name: str
     clients: Sequence[Worker]
+    is_peer: bool = False
+    out: str = ""
+
+    def order(self, verb: str, **arguments: object) -> list[Any]:
+        """What all clients answered; nothing of a peer that is out."""
+        if self.out:
+            return []
+        try:
+            return at_once(self.clients, verb, **arguments)
+        except WorkerFailedError as error:
+            if not self.is_peer:
+                raise
+            self.out = f"{verb}: {error}"
+            return []
 
     def rate(self, verb: str, batches: int) -> float:
-        return gigabytes_per_second(at_once(self.clients, verb, batches=batches))
+        """GB/s of all clients together; NaN of a peer that is out."""
+        answers = self.order(verb, batches=batches)
+        return gigabytes_per_second(answers) if answers else math.nan
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +75,13 @@ def copies(
     region_bytes: int,
     options: Options,
     sizes: Sequence[int] = SIZES,
-) -> Iterator[Figure]:
+) -> Iterator[Line]:
     """Every size. `region_bytes`: plain memory that each client compares with."""
     repeats = options.repeats(11, 5)
     for block_bytes in sizes:
         shape = Shape(block_bytes)
         for contender in (ours, *peers):
-            at_once(
-                contender.clients,
+            contender.order(
                 "prepare",
                 block_bytes=block_bytes,
                 kept_chains=KEPT_CHAINS,
@@ -67,13 +92,13 @@ def copies(
         if block_bytes == SUMMED_BYTES:
             yield _with_checksums(ours, shape, repeats)
         for contender in (ours, *peers):
-            at_once(contender.clients, "keep")
+            contender.order("keep")
             contender.rate("get", shape.batches)
-            at_once(contender.clients, "check")
+            contender.order("check")
         yield from _operation("get", "copy_out", ours, peers, shape, repeats)
         for contender in (ours, *peers):
-            at_once(contender.clients, "check")
-            at_once(contender.clients, "close")
+            contender.order("check")
+            contender.order("close")
 
 
 def _operation(
@@ -83,7 +108,7 @@ def _operation(
     peers: Sequence[Contender],
     shape: Shape,
     repeats: int,
-) -> Iterator[Figure]:
+) -> Iterator[Line]:
     def run(contender: Contender, said: str) -> Callable[[], float]:
         return lambda: contender.rate(said, shape.batches)
 
@@ -101,9 +126,11 @@ def _operation(
         at_least=AT_LEAST if is_judged else None,
     )
     for peer, rate in zip(peers, others, strict=True):
-        yield Figure(
-            f"{name}_beside_{peer.name}", own, "GB/s", peer.name, rate, repeats, at_least=1.0
-        )
+        beside = f"{name}_beside_{peer.name}"
+        if peer.out:
+            yield NotAvailable(beside, peer.out)
+        else:
+            yield Figure(beside, own, "GB/s", peer.name, rate, repeats, at_least=1.0)
 
 
 def _with_checksums(ours: Contender, shape: Shape, repeats: int) -> Figure:

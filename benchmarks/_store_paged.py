@@ -5,24 +5,36 @@ A batch is 32 pages of 16 tokens over 32 layers, 2 MiB each, from a tensor a lay
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks._figure import Figure, Options, median_values
-from benchmarks._workers import Worker
+from benchmarks._figure import Figure, Line, NotAvailable, Options, median_values
+from benchmarks._workers import Worker, WorkerFailedError
 
 LAYERS = 32
 AT_LEAST_BESIDE_PEERS = 1.5
 PLAIN = "as many contiguous bytes copied twice by one thread, no pages, no store"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PagedPeer:
-    """A peer; a call of `round_trip` gives its GB/s, in and out together."""
+    """A peer that takes pages, with the client that has them. One that fails is out."""
 
     name: str
-    round_trip: Callable[[], float]
+    client: Worker
+    out: str = ""
+
+    def round_trip(self) -> float:
+        """GB/s of a batch in and out again; NaN of one that is out."""
+        if self.out:
+            return math.nan
+        try:
+            return round_trip_rate(self.client)
+        except WorkerFailedError as error:
+            self.out = str(error)
+            return math.nan
 
 
 def seconds_of(answer: Mapping[str, Any]) -> float:
@@ -42,7 +54,7 @@ def paged(
     peers: Sequence[PagedPeer],
     options: Options,
     layers: int = LAYERS,
-) -> Iterator[Figure]:
+) -> Iterator[Line]:
     repeats = options.repeats(15, 7)
     client.ask("paged_prepare", threads=threads, layers=layers)
 
@@ -57,8 +69,12 @@ def paged(
     name = f"paged_round_trip_{layers}_layers_{threads}_threads"
     yield Figure(name, own, "GB/s in and out, checksums brought along", PLAIN, bare, repeats)
     for peer, rate in zip(peers, others, strict=True):
+        beside = f"{name}_beside_{peer.name}"
+        if peer.out:
+            yield NotAvailable(beside, peer.out)
+            continue
         yield Figure(
-            f"{name}_beside_{peer.name}",
+            beside,
             own,
             "GB/s in and out",
             peer.name,

@@ -17,6 +17,7 @@ from benchmarks._round_trips import round_trips
 from benchmarks._store_client import fresh_chain, namespace_of
 from benchmarks._store_copies import Contender, copies
 from benchmarks._store_paged import paged
+from benchmarks._store_peers import RunningPeer, contenders, paged_peers, running_peers
 from benchmarks._store_ssd import moves
 from benchmarks._workers import Worker
 
@@ -33,17 +34,23 @@ def measure(options: Options) -> Iterable[Line]:
     trips = namespace_of(4096, "bench-round-trips")
     with running_daemon(DRAM_BYTES, EXTENT_BYTES) as serving:
         yield from round_trips(serving, trips, fresh_chain, options)
-        yield from _clients(serving.socket_path, options)
+        with running_peers(options.peers_dir) as (peers, missing):
+            yield from missing
+            for count in CLIENTS:
+                yield from _with_clients(serving.socket_path, peers, count, options)
 
 
-def _clients(socket_path: Path, options: Options) -> Iterator[Line]:
-    for count in CLIENTS:
-        with ExitStack() as stack:
-            clients = [stack.enter_context(store_client(socket_path)) for _ in range(count)]
-            yield from copies(Contender("emberkv", clients), [], REGION_BYTES, options)
-            if count == 1:
-                for threads in COPY_THREADS:
-                    yield from paged(clients[0], threads, [], options)
+def _with_clients(
+    socket_path: Path, peers: list[RunningPeer], count: int, options: Options
+) -> Iterator[Line]:
+    with ExitStack() as stack:
+        clients = [stack.enter_context(store_client(socket_path)) for _ in range(count)]
+        others = stack.enter_context(contenders(peers, count))
+        yield from copies(Contender("emberkv", clients), others, REGION_BYTES, options)
+        if count == 1:
+            paged_others = stack.enter_context(paged_peers(others, peers))
+            for threads in COPY_THREADS:
+                yield from paged(clients[0], threads, paged_others, options)
 
 
 def store_client(socket_path: Path) -> Worker:
