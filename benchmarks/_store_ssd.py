@@ -34,7 +34,7 @@ EXTENT_BYTES = 64 * MIB
 SSD_BYTES = 2048 * MIB
 AT_LEAST = 0.90
 DEADLINE_SECONDS = 60.0
-POLL_SECONDS = 0.001
+POLL_SECONDS = 0.004
 RAW = f"raw O_DIRECT of the same bytes, 1 MiB at a time, {DEPTH} threads"
 
 

@@ -68,7 +68,10 @@ class AsyncLease(LeasedBlocks):
                 self._session,
                 Method.WAIT,
                 store_pb2.WaitRequest(
-                    lease_id=self._id, from_block=from_block, timeout_seconds=slice_seconds
+                    lease_id=self._id,
+                    from_block=from_block,
+                    timeout_seconds=slice_seconds,
+                    until_block=min(blocks, self.usable_blocks),
                 ),
                 store_pb2.WaitResponse,
                 slice_seconds,

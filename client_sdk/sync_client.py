@@ -88,7 +88,10 @@ class Lease(LeasedBlocks):
                 self._session,
                 Method.WAIT,
                 store_pb2.WaitRequest(
-                    lease_id=self._id, from_block=from_block, timeout_seconds=slice_seconds
+                    lease_id=self._id,
+                    from_block=from_block,
+                    timeout_seconds=slice_seconds,
+                    until_block=min(blocks, self.usable_blocks),
                 ),
                 store_pb2.WaitResponse,
                 slice_seconds,

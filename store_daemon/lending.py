@@ -184,11 +184,17 @@ class Lender:
         return lease
 
     async def wait(
-        self, session: SessionId, lease_id: LeaseId, from_block: int, timeout_seconds: float
+        self,
+        session: SessionId,
+        lease_id: LeaseId,
+        from_block: int,
+        timeout_seconds: float,
+        until_block: int = 0,
     ) -> Lease:
-        """Return the lease once more than `from_block` blocks are ready or it is complete.
+        """Return the lease once it is complete, or as many blocks are ready as are wanted.
 
-        Returns it unchanged after the timeout.
+        That is more than `from_block`, and at least `until_block`. Returns it as it is after the
+        timeout.
 
         Raises:
             LeaseExpiredError, UnknownLeaseError: now, or while waiting.
@@ -199,11 +205,12 @@ class Lender:
             raise InvalidRequestError(
                 f"from_block {from_block} is beyond the {len(lease.hashes)} blocks of the lease"
             )
-        if lease.ready > from_block or lease.is_complete or timeout_seconds <= 0:
+        wanted = max(from_block + 1, until_block)
+        if lease.ready >= wanted or lease.is_complete or timeout_seconds <= 0:
             return lease
         loop = asyncio.get_running_loop()
         until = loop.time() + min(timeout_seconds, LONGEST_WAIT_SECONDS)
-        while not (lease.ready > from_block or lease.is_complete or lease.is_ended):
+        while not (lease.ready >= wanted or lease.is_complete or lease.is_ended):
             if loop.time() >= until:
                 break
             await self._woken(lease, until)

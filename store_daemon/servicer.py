@@ -154,7 +154,7 @@ class Servicer:
         assert isinstance(request, store_pb2.WaitRequest)
         seconds = _seconds(request.timeout_seconds, "timeout_seconds")
         lease = await self.store.wait(
-            session, LeaseId(request.lease_id), request.from_block, seconds
+            session, LeaseId(request.lease_id), request.from_block, seconds, request.until_block
         )
         start = request.from_block
         places = _places(lease, session.part, start)

@@ -355,9 +355,9 @@ class BlockStore:
         )
 
     async def wait(
-        self, session: Session, lease_id: LeaseId, from_block: int, timeout_seconds: float
+        self, session: Session, lease_id: LeaseId, from_block: int, seconds: float, until: int = 0
     ) -> Lease:
-        return await self.lender.wait(session.id, lease_id, from_block, timeout_seconds)
+        return await self.lender.wait(session.id, lease_id, from_block, seconds, until)
 
     def release(self, session: Session, lease_ids: Iterable[int]) -> None:
         """End leases. One that ran out counts as ended; an unknown one raises after the others."""

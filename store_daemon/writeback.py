@@ -27,7 +27,7 @@ from store_daemon.tiers.segments import record_bytes
 from store_daemon.tiers.ssd import SsdFailure, SsdRecord, SsdRow, SsdTier
 
 log = logging.getLogger(__name__)
-BATCH_BLOCKS = 32
+BATCH_BLOCKS = 256
 BATCH_BYTES = 64 << 20
 LONGEST_WAIT_SECONDS = 0.25
 """For the byte rate of the drives; then it is seen whether the daemon ends."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -150,7 +151,7 @@ class OpenSegment:
             run.append(record)
         return run
 
-    def write(self, run: Sequence[SsdRecord]) -> list[SsdRow]:
+    def write(self, run: Sequence[SsdRecord], threads: Executor) -> list[SsdRow]:
         """Write a run behind the last record, durably; the caller then moves `records_end`.
 
         After an OSError the end of the file is not to be trusted: seal it and begin another.
@@ -165,7 +166,7 @@ class OpenSegment:
             buffers += (page, record.payload)
             rows.append(row)
             offset = row.end
-        write_records(self._fd, buffers, self.segment.records_end)
+        write_records(self._fd, buffers, self.segment.records_end, threads)
         return rows
 
     def seal(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from store_daemon.config import SsdSection
 from store_daemon.tiers.drive import Drive
@@ -17,7 +18,10 @@ _log = logging.getLogger(__name__)
 
 
 class SegmentWriter:
-    """Used by one thread at a time. A drive that fails is passed over for the others."""
+    """Used by one thread at a time, which has a few to help it.
+
+    A drive that fails is passed over for the others.
+    """
 
     def __init__(
         self, config: SsdSection, rows: LiveRows, next_number: int, clock: Callable[[], float]
@@ -25,6 +29,7 @@ class SegmentWriter:
         self._config = config
         self._rows = rows
         self._clock = clock
+        self._threads = ThreadPoolExecutor(config.io_threads, "ember-append")
         self._open: OpenSegment | None = None
         self._drive: Drive | None = None
         self.next_number = next_number
@@ -67,7 +72,7 @@ class SegmentWriter:
         drive = self._drive
         assert drive is not None
         try:
-            rows = target.write(run)
+            rows = target.write(run, self._threads)
         except OSError as error:
             self.drive_failed(drive, error)
             return []
@@ -124,6 +129,11 @@ class SegmentWriter:
             if not segment.rows:
                 drive.remove(segment.number)
         self._rows.note_sealed(segment.number)
+
+    def close(self) -> None:
+        """Seal the open segment and end the threads."""
+        self.seal_open()
+        self._threads.shutdown()
 
     def seal_open_on(self, drive: Drive) -> None:
         if self._drive is drive:

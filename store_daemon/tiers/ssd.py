@@ -444,7 +444,7 @@ class SsdTier:
             if self._closed:
                 return
             self._closed = True
-            self._writer.seal_open()
+            self._writer.close()
             for drive in self._drives:
                 drive.release()
 

@@ -112,14 +112,16 @@ class AcquireResponse(_message.Message):
     def __init__(self, lease_id: _Optional[int] = ..., expires_in_seconds: _Optional[float] = ..., usable_blocks: _Optional[int] = ..., ready_blocks: _Optional[int] = ..., offsets: _Optional[bytes] = ..., checksums: _Optional[bytes] = ..., sources: _Optional[bytes] = ..., needed_from: _Optional[int] = ..., seconds_to_complete: _Optional[float] = ...) -> None: ...
 
 class WaitRequest(_message.Message):
-    __slots__ = ("lease_id", "from_block", "timeout_seconds")
+    __slots__ = ("lease_id", "from_block", "timeout_seconds", "until_block")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     FROM_BLOCK_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    UNTIL_BLOCK_FIELD_NUMBER: _ClassVar[int]
     lease_id: int
     from_block: int
     timeout_seconds: float
-    def __init__(self, lease_id: _Optional[int] = ..., from_block: _Optional[int] = ..., timeout_seconds: _Optional[float] = ...) -> None: ...
+    until_block: int
+    def __init__(self, lease_id: _Optional[int] = ..., from_block: _Optional[int] = ..., timeout_seconds: _Optional[float] = ..., until_block: _Optional[int] = ...) -> None: ...
 
 class WaitResponse(_message.Message):
     __slots__ = ("usable_blocks", "ready_blocks", "offsets", "checksums", "sources", "needed_from", "seconds_to_complete")

@@ -124,6 +124,30 @@ async def test_of_a_batch_of_releases_each_counts_for_itself(make: Make) -> None
     await assert_nothing_is_held(small)
 
 
+async def test_a_wait_is_answered_when_as_many_blocks_are_ready_as_are_wanted(make: Make) -> None:
+    small = make()
+    session = await on_ssd_only(small, NAMESPACE, HASHES)
+    with gated_reads(small.ssd) as gate:
+        lease = acquire(small, session, HASHES)
+        waiting = [
+            asyncio.ensure_future(small.store.wait(session, lease.id, 0, 30.0, wanted))
+            for wanted in (0, 3, len(HASHES))
+        ]
+        await gate.until_begun(THREADS)
+        gate.let_through(1)
+        await until(lambda: lease.ready == 1, "the first block arrives")
+        assert (await waiting[0]).ready == 1
+        assert not any(wait.done() for wait in waiting[1:])
+        assert (await small.store.wait(session, lease.id, 0, 0.01, 3)).ready == 1
+        gate.let_through(2)
+        assert (await waiting[1]).ready == 3
+        assert not waiting[2].done()
+        gate.let_through()
+        assert (await waiting[2]).is_complete
+    small.store.release(session, [lease.id])
+    await assert_nothing_is_held(small)
+
+
 @pytest.mark.parametrize("policy", FILLING)
 @pytest.mark.parametrize("end", ENDS)
 @pytest.mark.parametrize("ready", [0, 3])
