@@ -79,10 +79,10 @@ def _check_settings(settings: Settings) -> Iterator[Finding]:
     yield check_free_space("dram space", dram.path, wanted_bytes, "dram.capacity_bytes")
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     yield check_memlock(limit, dram.capacity_bytes)
-    if ssd.capacity_bytes:
-        wanted_bytes = ssd.capacity_bytes * cluster.nodes
-        yield check_free_space("ssd space", ssd.path, wanted_bytes, "ssd.capacity_bytes")
-        yield check_direct_io(ssd.path, ssd.direct_io)
+    for drive in ssd.drives:
+        wanted_bytes = drive.capacity_bytes * cluster.nodes
+        yield check_free_space("ssd space", drive.path, wanted_bytes, "ssd.capacity_bytes")
+        yield check_direct_io(drive.path, ssd.direct_io)
     yield check_socket_path(daemon.socket_path)
     ports = {
         "daemon.grpc_port": daemon.grpc_port,

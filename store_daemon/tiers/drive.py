@@ -186,8 +186,10 @@ class Drive:
         )
 
     def failed(self, error: Exception, now: float) -> None:
+        before = self.trouble.why
         self.trouble.failed(str(error), now)
-        _log.warning("ssd drive %s", self.state_text)
+        if self.trouble.why != before:
+            _log.warning("ssd drive %s", self.state_text)
 
     def worked(self) -> None:
         if self.trouble.why is not None:

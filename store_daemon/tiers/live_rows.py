@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from store_daemon.local_index import LocalIndex
@@ -39,13 +40,15 @@ class LiveRows:
         self.drives = drives
         self.index_trouble = Backoff()
         self._live = dict(live)
-        self.record_bytes = sum(segments.record_bytes(row.length) for row in live.values())
+        lengths = Counter(row.length for row in live.values())
+        self.record_bytes = sum(segments.record_bytes(n) * count for n, count in lengths.items())
         """Of all live records, headers and padding included."""
         self._undeleted: dict[RowKey, SsdRow] = {}
         self._index = index
         self._clock = clock
-        for row in self._live.values():
-            self.segment(row.segment).rows[row.key] = row
+        by_number = {n: found for drive in drives for n, found in drive.segments.items()}
+        for key, row in live.items():  # there may be millions
+            by_number[row.segment].rows[key] = row
 
     # -- asking --------------------------------------------------------------------------------
 

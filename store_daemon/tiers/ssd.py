@@ -449,7 +449,10 @@ class SsdTier:
                 drive.release()
 
     def check_integrity(self) -> None:
-        """Assert that rows, extents, files and the local index agree. Reads no payload."""
+        """Assert that rows, extents, files and the local index agree. Reads no payload.
+
+        Not while somebody writes: files change before what is known of them.
+        """
         with self._rows.mutex:
             for drive in self._drives:
                 drive.check_integrity()

@@ -188,3 +188,14 @@ class SmallStore:
         self.store.check_integrity()
         for tier in (Tier.DRAM, Tier.SSD):
             assert self.book.resident[tier] == {int(k) for k in self.store.resident_keys(tier)}
+        if self.ssd is not None and not self.store._tasks:
+            self._check_rows(self.ssd)
+
+    def _check_rows(self, ssd: SsdTier) -> None:
+        """While nobody writes, catalog and tier agree on what is on SSD and where."""
+        holdings = self.store.holdings
+        named = {row for block in holdings.catalog.blocks.values() for row in block.rows if row}
+        live = set(ssd.recovered_rows())
+        assert named <= live, "the catalog names rows that the tier does not hold"
+        assert live - named <= set(holdings.rows_to_forget), "the tier holds rows nobody names"
+        ssd.check_integrity()
