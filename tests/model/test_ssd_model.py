@@ -272,9 +272,9 @@ def number_of(row: SsdRow) -> int:
 
 
 TestSsdMachine = SsdMachine.TestCase
-TestSsdMachine.settings = settings(max_examples=20, stateful_step_count=20, deadline=None)
-TestSsdMachine.pytestmark = [pytest.mark.slow]
+TestSsdMachine.settings = settings(max_examples=15, stateful_step_count=20, deadline=None)
+TestSsdMachine.pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 TestSeveralDrivesMachine = SeveralDrivesMachine.TestCase
 TestSeveralDrivesMachine.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
-TestSeveralDrivesMachine.pytestmark = [pytest.mark.slow]
+TestSeveralDrivesMachine.pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
