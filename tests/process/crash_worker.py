@@ -31,6 +31,8 @@ from tests.helpers.chains import NAMESPACE, chain_of, read_chain, stage_chain
 CHAIN_BLOCKS = 6
 ABANDONED_FRACTION = 0.3
 SHARED_FRACTION = 0.15
+UNSUMMED_FRACTION = 0.4
+"""Commits that leave the checksums to the daemon."""
 SHARED_WORKER = 15
 LEFT_STAGED = 3
 """Abandoned writes that a thread keeps open; older ones it aborts."""
@@ -100,7 +102,10 @@ class Load:
         with write:
             mine = write.granted
             if mine:
-                write.commit()
+                if self._rng.random() < UNSUMMED_FRACTION:
+                    write.commit_unsummed()
+                else:
+                    write.commit()
                 say(f"a {number} {','.join(map(str, mine))}")
         self._written.append(number)
 

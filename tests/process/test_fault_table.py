@@ -28,7 +28,7 @@ from tests.helpers.engine_process import STEP, EngineProcess
 from tests.helpers.fake_engine import FakeEngine
 from tests.helpers.processes import descriptors, private_bytes
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
 WAIT_SECONDS = 30.0
 
 
