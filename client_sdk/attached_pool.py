@@ -7,10 +7,12 @@ import mmap
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from emberkv_proto.errors import InvalidRequestError, UnavailableError
 
@@ -19,6 +21,22 @@ PREFAULT_CHUNK_BYTES = 64 << 20
 _MADV_POPULATE_WRITE = 23
 PIN_CHUNK_BYTES = 64 << 30
 """The most that is registered with CUDA by one call."""
+
+
+class PartPlace(NamedTuple):
+    """Part number `number` of a caller's buffer, and where it is in the pool."""
+
+    number: int
+    offset: int
+
+
+@dataclass(slots=True)
+class _Run:
+    """Bytes that are next to each other both in the caller's buffer and in the pool."""
+
+    start: int
+    offset: int
+    length: int
 
 
 class AttachedPool:
@@ -49,6 +67,7 @@ class AttachedPool:
         self.pool_bytes = pool_bytes
         self.part_bytes = part_bytes
         self._bytes = memoryview(mapped)
+        self._array: npt.NDArray[np.uint8] = np.frombuffer(mapped, np.uint8)
         self._pinned: list[_PinnedChunk] = []
 
     def holds(self, offset: int) -> bool:
@@ -68,6 +87,43 @@ class AttachedPool:
     def readable(self, offset: int) -> memoryview:
         """As `writable`, but read-only."""
         return self.writable(offset).toreadonly()
+
+    def read_parts(self, parts: Sequence[PartPlace], target: npt.NDArray[np.uint8]) -> None:
+        """Copy parts into a buffer of as many as `target` has room for.
+
+        What is next to each other on both sides is copied in one go, which is faster above all
+        for blocks below 1 MiB, and without the interpreter lock. Offsets are the caller's to check.
+        """
+        for run in self._runs(parts):
+            np.copyto(
+                target[run.start : run.start + run.length],
+                self._array[run.offset : run.offset + run.length],
+            )
+
+    def write_parts(self, parts: Sequence[PartPlace], source: npt.NDArray[np.uint8]) -> None:
+        """As `read_parts`, the other way."""
+        for run in self._runs(parts):
+            np.copyto(
+                self._array[run.offset : run.offset + run.length],
+                source[run.start : run.start + run.length],
+            )
+
+    def _runs(self, parts: Sequence[PartPlace]) -> Iterator[_Run]:
+        length = self.part_bytes
+        begun: _Run | None = None
+        for number, offset in parts:
+            start = number * length
+            if begun is not None and (start, offset) == (
+                begun.start + begun.length,
+                begun.offset + begun.length,
+            ):
+                begun.length += length
+                continue
+            if begun is not None:
+                yield begun
+            begun = _Run(start, offset, length)
+        if begun is not None:
+            yield begun
 
     def prefault(self, deadline: float) -> int:
         """Enter the pool's pages into this process's page tables; return how many bytes.

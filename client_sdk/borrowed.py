@@ -10,7 +10,12 @@ import time
 import warnings
 from array import array
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
+from client_sdk.attached_pool import PartPlace
 from client_sdk.session import SessionLostError, SessionState
 from emberkv_proto import hashing
 from emberkv_proto.convert import u64_array_from_wire, u64s_from_wire, u64s_to_wire
@@ -27,6 +32,8 @@ from emberkv_proto.types import BLOCK_HASH_BYTES, BlockHash, Source, StageState
 from emberkv_proto.v1 import store_pb2
 from emberkv_proto.wire import MAX_BLOCKS_PER_CALL
 
+Buffer = Any
+"""Whatever lends contiguous memory: bytes, a bytearray, a numpy array."""
 _SOURCES = {int(source): source for source in Source}  # several times faster than Source(value)
 _STAGE_STATES = {int(state): state for state in StageState}
 _ALL_SOURCES, _ALL_STAGE_STATES = bytes(_SOURCES), bytes(_STAGE_STATES)
@@ -146,6 +153,27 @@ class LeasedBlocks:
         """
         self._require_held(self._session.is_alive)
         return self._session.pool.readable(self._offsets[self._checked(block)])
+
+    def read_into(self, buffer: Buffer, first_block: int = 0) -> None:
+        """Copy ready blocks, from `first_block` on, into a buffer of whole blocks, and confirm it.
+
+        Faster than a copy for each `view`. What is in the buffer after an error is of no use.
+
+        Raises:
+            InvalidRequestError: a block that is not ready or not needed, or no such buffer.
+            UnknownLeaseError, StaleIncarnationError, LeaseExpiredError: see `require_valid`.
+        """
+        pool = self._session.pool
+        target = _whole_parts(buffer, pool.part_bytes)
+        if not target.flags.writeable:
+            raise InvalidRequestError("the buffer is read-only")
+        blocks = range(first_block, first_block + len(target) // pool.part_bytes)
+        for block in blocks:
+            self._checked(block)
+        self._require_held(self._session.is_alive)
+        places = [PartPlace(i, self._offsets[block]) for i, block in enumerate(blocks)]
+        pool.read_parts(places, target)
+        self.require_valid()
 
     def checksum(self, block: int) -> int | None:
         """What the block's writer committed, or the daemon computed; None: not known at the grant.
@@ -336,6 +364,33 @@ class StagedBlocks:
         self.require_valid()
         return self._session.pool.writable(self._offsets[self._checked(block)])
 
+    def write_from(self, buffer: Buffer, first_block: int = 0) -> None:
+        """Copy blocks, from `first_block` on, out of a buffer of whole blocks into their slots.
+
+        Blocks that were not granted, or are committed, are passed over. Faster than a copy for
+        each `view`.
+
+        Raises:
+            InvalidRequestError: more blocks than were asked for, or no such buffer.
+            UnknownStageError, StaleIncarnationError: see `require_valid`.
+        """
+        pool = self._session.pool
+        source = _whole_parts(buffer, pool.part_bytes)
+        count = len(source) // pool.part_bytes
+        if not 0 <= first_block <= len(self._hashes) - count:
+            raise InvalidRequestError(
+                f"blocks {first_block}..{first_block + count - 1} of {len(self._hashes)}"
+            )
+        self.require_valid()
+        pool.write_parts(
+            [
+                PartPlace(i, self._offsets[first_block + i])
+                for i in range(count)
+                if first_block + i in self._uncommitted
+            ],
+            source,
+        )
+
     def renew(self, answered_at: float, lease_seconds: float) -> None:
         if answered_at < self._expires_at:
             self._expires_at = max(self._expires_at, answered_at + lease_seconds)
@@ -402,6 +457,18 @@ class StagedBlocks:
         self._uncommitted = set()
         self._session.give_back(self)
         return must_tell
+
+
+def _whole_parts(buffer: Buffer, part_bytes: int) -> npt.NDArray[np.uint8]:
+    """The buffer's own bytes. Raises InvalidRequestError unless they are whole parts in one run."""
+    view = memoryview(buffer)
+    if not view.c_contiguous:
+        raise InvalidRequestError("the buffer is not contiguous")
+    if view.nbytes % part_bytes:
+        raise InvalidRequestError(f"{view.nbytes} bytes are no whole blocks of {part_bytes}")
+    if not view.nbytes:
+        return np.empty(0, np.uint8)
+    return np.frombuffer(view, np.uint8)
 
 
 def _checked_sources(packed: bytes, count: int) -> bytes:
