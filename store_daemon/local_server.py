@@ -189,7 +189,9 @@ class Connection(asyncio.Protocol):
                 self._servicer.cut_session(self._session)
             else:
                 self._servicer.end_session(self._session)
-            log.debug("session %d ended: pid=%d", self._session.id, self._peer.pid)
+            log.debug(
+                "session %d ended: pid=%d", self._session.id, self._peer.pid, extra=self._facts
+            )
             self._session = None
         self._server.left(self)
 
@@ -204,7 +206,7 @@ class Connection(asyncio.Protocol):
 
     def cut(self, why: str) -> None:
         """Hang up on a client that misbehaves; it may go on writing to its staged slots."""
-        log.warning("client cut off: pid=%d %s", self._peer.pid, why)
+        log.warning("client cut off: pid=%d %s", self._peer.pid, why, extra=self._facts)
         self._was_cut = True
         self._is_closing = True
         self._transport.abort()
@@ -320,6 +322,7 @@ class Connection(asyncio.Protocol):
             self._peer.pid,
             session.client,
             session.part,
+            extra=self._facts,
         )
 
     def _send_with_pool(self, answer: bytes) -> None:
@@ -368,10 +371,16 @@ class Connection(asyncio.Protocol):
         _, method, _, request_id = HEADER.unpack(raw)
         detail = error_detail(error)
         self._transport.write(HEADER.pack(len(detail), method, error.code, request_id) + detail)
-        log.warning("client cut off: pid=%d %s", self._peer.pid, error)
+        log.warning("client cut off: pid=%d %s", self._peer.pid, error, extra=self._facts)
         self.hang_up()
 
     # ---- small things ----
+
+    @property
+    def _facts(self) -> dict[str, int]:
+        """Fields of a log line about this connection."""
+        found = {"pid": self._peer.pid, "uid": self._peer.uid}
+        return found if self._session is None else {**found, "session": self._session.id}
 
     def _with_socket(self, use: Callable[[socket.socket], T]) -> T:
         """Use the connection's socket directly; the transport keeps its own descriptor."""

@@ -180,11 +180,13 @@ def where(
     as_json: JsonOption = False,
 ) -> None:
     """Show which node holds how much of a prompt, in which tier, and why each hit ends."""
+    from client_sdk.cli.operate import find_daemon
     from client_sdk.cli.where import WhereQuery, print_where, read_tokens, run_where, where_json
 
     index_address, router_url = _cluster_addresses(config, set_)
     ids = tuple(read_tokens(tokens)) if tokens else None
-    query = WhereQuery(index or index_address, router or router_url, model, prompt, ids)
+    tls = find_daemon("", None, config, set_ or ()).access.tls
+    query = WhereQuery(index or index_address, router or router_url, model, prompt, ids, tls)
     found = asyncio.run(run_where(query))
     if as_json:
         _print_json(where_json(found))

@@ -122,7 +122,7 @@ def read_tier(text: str) -> Tier:
 
 async def prompt_blocks(query: WhereQuery) -> Blocks:
     """The full blocks of a prompt. Raises as `where.find_chain`."""
-    index = IndexClient(query.index_address, timeout_seconds=CALL_SECONDS)
+    index = IndexClient(query.index_address, timeout_seconds=CALL_SECONDS, tls=query.tls)
     try:
         chain = await find_chain(query, await indexed_nodes(index))
     finally:

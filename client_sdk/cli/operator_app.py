@@ -7,13 +7,16 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from emberkv_proto.errors import ConfigError
+
+if TYPE_CHECKING:
+    from client_sdk.cli.operate import Daemon
 
 EXIT_STATUS = (
     "Exit status: 0 done; 1 the daemon is away, or did less than was asked; 2 something has to be"
@@ -81,7 +84,7 @@ def pin(
     from client_sdk.cli import operate
 
     daemon = operate.find_daemon(address, token_file, config, set_ or ())
-    blocks = _blocks(namespace, hashes, prompt_file, tokens, model, index, config, set_)
+    blocks = _blocks(daemon, namespace, hashes, prompt_file, tokens, model, index, config, set_)
     done = asyncio.run(operate.pin(daemon, blocks, ttl_seconds))
     if as_json:
         _print_json(done)
@@ -118,7 +121,7 @@ def unpin(
     elif namespace and not hashes:
         done = asyncio.run(operate.unpin(daemon, operate.read_namespace(namespace), ()))
     else:
-        blocks = _blocks(namespace, hashes, prompt_file, tokens, model, index, config, set_)
+        blocks = _blocks(daemon, namespace, hashes, prompt_file, tokens, model, index, config, set_)
         done = asyncio.run(operate.unpin(daemon, blocks.namespace_id, blocks.hashes))
     _tell(done, as_json, f"unpinned {done['unpinned_blocks']} blocks")
 
@@ -151,7 +154,7 @@ def evict(
         own = operate.read_namespace(namespace) if namespace else None
         done = asyncio.run(operate.evict_bytes(daemon, chosen, own, byte_count))
     else:
-        blocks = _blocks(namespace, hashes, prompt_file, tokens, model, index, config, set_)
+        blocks = _blocks(daemon, namespace, hashes, prompt_file, tokens, model, index, config, set_)
         done = asyncio.run(operate.evict(daemon, chosen, blocks))
     _tell(done, as_json, _evicted_text(done))
 
@@ -278,23 +281,26 @@ def reload(
     _tell(done, as_json, "\n".join(lines) or "nothing has changed")
 
 
+COMMANDS: tuple[Callable[..., None], ...] = (
+    pin,
+    unpin,
+    evict,
+    clear,
+    quota,
+    drain,
+    scrub,
+    reload,
+)
+
+
 def add_commands(app: typer.Typer) -> None:
     """Register them all; each says in --help what its exit status means."""
-    commands: tuple[Callable[..., None], ...] = (
-        pin,
-        unpin,
-        evict,
-        clear,
-        quota,
-        drain,
-        scrub,
-        reload,
-    )
-    for command in commands:
+    for command in COMMANDS:
         app.command(epilog=EXIT_STATUS, rich_help_panel="Operate a daemon")(command)
 
 
 def _blocks(
+    daemon: Daemon,
     namespace: str,
     hashes: str,
     prompt_file: Path | None,
@@ -324,8 +330,8 @@ def _blocks(
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"prompt file {prompt_file} cannot be read: {error}") from None
     ids = tuple(read_tokens(tokens)) if tokens else None
-    address = index or cluster_addresses(config, tuple(set_ or ())).index
-    return asyncio.run(operate.prompt_blocks(WhereQuery(address, "", model, prompt, ids)))
+    address, tls = index or cluster_addresses(config, set_ or ()).index, daemon.access.tls
+    return asyncio.run(operate.prompt_blocks(WhereQuery(address, "", model, prompt, ids, tls)))
 
 
 def _evicted_text(done: dict[str, Any]) -> str:

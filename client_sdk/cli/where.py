@@ -15,6 +15,7 @@ from rich.table import Table
 from client_sdk.cli.http_json import post_json
 from client_sdk.cli.remote import CALL_SECONDS, indexed_nodes
 from client_sdk.index_client import IndexClient, IndexedNode
+from client_sdk.tls import Tls
 from emberkv_proto.errors import ConfigError, EmberError, InvalidRequestError
 from emberkv_proto.hashing import block_hashes, index_keys
 from emberkv_proto.types import BlockHash, EngineInfo, NodeHit, NodeId
@@ -54,6 +55,8 @@ class WhereQuery:
     model: str
     prompt: str
     token_ids: tuple[int, ...] | None
+    tls: Tls | None = None
+    """Towards the index."""
 
 
 def read_tokens(text: str) -> list[int]:
@@ -103,7 +106,7 @@ async def run_where(query: WhereQuery) -> Where:
         is told in the answer.
     """
     _check_asked(query)
-    index = IndexClient(query.index_address, timeout_seconds=CALL_SECONDS)
+    index = IndexClient(query.index_address, timeout_seconds=CALL_SECONDS, tls=query.tls)
     try:
         nodes = await indexed_nodes(index)
         chain = await find_chain(query, nodes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import os
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -239,6 +240,12 @@ def test_a_changed_file_is_taken_over_on_a_signal_and_on_order(
         (serving,) = [line for line in lines if line["message"].startswith("serving")]
         assert serving["node"] == "node-a"
         assert serving["incarnation"] == daemon.endpoints["incarnation"]
+        with SyncClient(daemon.socket_path, NAMESPACE, timeout_seconds=5.0) as client:
+            client.probe(HASHES)
+        lines = [json.loads(line) for line in daemon.log.splitlines()]
+        opened = [line for line in lines if "opened" in line["message"]][-1]
+        assert opened["pid"] == os.getpid()
+        assert opened["session"] > 0
         configure(daemon={"log_format": "text", "log_level": "warning", "event_ring_events": 64})
         daemon.hang_up()
         has_logged("waits for a restart: daemon.event_ring_events: 65536 -> 64")
