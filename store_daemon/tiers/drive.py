@@ -35,6 +35,7 @@ from store_daemon.tiers.segment_file import (
     check_direct_io,
     direct_flag,
     read_fully,
+    remove_probes,
     try_segment,
 )
 from store_daemon.tiers.segments import PAGE_BYTES, SsdRow
@@ -114,9 +115,11 @@ class Drive:
                 )
             _check_capacity(self.path, self.capacity_bytes)
             check_direct_io(self.path, self.direct_io)
+            remove_probes(self.path)
             if marker is None:
                 marker = create_marker(self.path, node_id)
-            self.written_bytes_total = max(read_wear(self.path), self.written_bytes_total)
+            counted = self.written_bytes_total if marker.drive_id == self.id else 0
+            self.written_bytes_total = max(read_wear(self.path), counted)
         except BaseException:
             lock.release()
             raise

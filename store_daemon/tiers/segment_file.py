@@ -198,6 +198,12 @@ def check_direct_io(directory: Path, direct_io: bool) -> None:
         path.unlink(missing_ok=True)
 
 
+def remove_probes(directory: Path) -> None:
+    """What a kill left of `check_direct_io` and `try_segment`; they may be large."""
+    for path in directory.glob("probe-*.tmp"):
+        path.unlink(missing_ok=True)
+
+
 def try_segment(directory: Path, segment_bytes: int, direct_io: bool) -> None:
     """Do once, with a file of its own, all that a new segment needs. Raises OSError."""
     path = directory / f"probe-{os.getpid()}.tmp"

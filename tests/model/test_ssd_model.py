@@ -276,5 +276,5 @@ TestSsdMachine.settings = settings(max_examples=15, stateful_step_count=20, dead
 TestSsdMachine.pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 TestSeveralDrivesMachine = SeveralDrivesMachine.TestCase
-TestSeveralDrivesMachine.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
+TestSeveralDrivesMachine.settings = settings(max_examples=15, stateful_step_count=20, deadline=None)
 TestSeveralDrivesMachine.pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]

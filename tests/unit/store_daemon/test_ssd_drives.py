@@ -532,6 +532,32 @@ def test_the_wear_counter_goes_on_over_restarts_and_never_says_too_little(tmp_pa
         assert s.tier.written_bytes_total == 0
 
 
+def test_what_a_kill_left_of_a_probe_is_removed(tmp_path: Path) -> None:
+    with store(tmp_path):
+        pass
+    left = tmp_path / "ssd" / "probe-4711.tmp"
+    left.write_bytes(bytes(10_000))
+    with store(tmp_path):
+        assert not left.exists()
+
+
+def test_an_empty_drive_in_place_of_a_worn_one_begins_unworn(tmp_path: Path) -> None:
+    clock = FakeClock()
+    with store(tmp_path, clock=clock, config=drives(tmp_path)) as s:
+        fill(s.tier, range(1, 40))
+        worn = s.tier.drive_states()[0].written_bytes_total
+        assert worn > 0
+        take_away(tmp_path / "a")
+        s.tier._drives[0].is_doubted = True
+        s.tier.upkeep()
+        assert s.tier.drive_states()[0].written_bytes_total >= worn, "it may come back"
+        (tmp_path / "a" / ADOPT_NAME).touch()
+        clock.now += 60
+        s.tier.upkeep()
+        assert s.tier.state == OK
+        assert s.tier.drive_states()[0].written_bytes_total == 0
+
+
 def test_what_the_index_knows_of_a_drive_survives_and_strange_entries_are_skipped(
     tmp_path: Path,
 ) -> None:
