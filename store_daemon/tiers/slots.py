@@ -41,6 +41,14 @@ class SizeClass(NamedTuple):
         return align_up(self.payload_bytes)
 
 
+class Witness(NamedTuple):
+    """A block for which its extent cannot be emptied."""
+
+    block: Block
+    inside: int
+    """How many of its children lie in the same extent."""
+
+
 @dataclass(eq=False, slots=True)
 class Extent:
     """A carved extent. `occupants` names the blocks whose committed parts lie in it."""
@@ -55,7 +63,10 @@ class Extent:
     occupants: dict[int, Block] = field(default_factory=dict)
     floor: int = 0
     order: int = 0
-    """Both are `ExtentAges`'s."""
+    ticket: int = 0
+    witness: Witness | None = None
+    is_searched: bool = False
+    """All five are `ExtentAges`'s. The witness is why it had to stay when it was last searched."""
     slot_bytes: int = field(init=False)
     headers_offset: int = field(init=False)
     payloads_offset: int = field(init=False)
@@ -187,7 +198,7 @@ class SlotAllocator:
             del extent.free[first:]
             if not extent.free:
                 del extents[extent.number]
-            if extent.floor:
+            if extent.is_searched:
                 self.ages.reset(extent)
             base, step = extent.payloads_offset, extent.slot_bytes
             self.used_bytes += len(numbers) * step
@@ -220,7 +231,10 @@ class SlotAllocator:
         self.used_bytes -= extent.slot_bytes
         if len(free) == extent.slot_count:
             self.retire(extent)
-        elif len(free) == 1:
+            return
+        if extent.is_searched:
+            self.ages.reset(extent)
+        if len(free) == 1:
             self._open[extent.size_class][extent.number] = extent
 
     def retire(self, extent: Extent) -> None:
@@ -261,7 +275,7 @@ class SlotAllocator:
     def _take_from(self, extent: Extent, number: int) -> Slot:
         if not extent.free:
             del self._open[extent.size_class][extent.number]
-        if extent.floor:
+        if extent.is_searched:
             self.ages.reset(extent)
         self.used_bytes += extent.slot_bytes
         return Slot(extent, number, extent.payloads_offset + number * extent.slot_bytes)
