@@ -9,8 +9,9 @@
 
 A block is resident in a tier when all its required parts are (see `needs`); only then, and when
 that ends, an event is recorded. Parts of window and state groups may come later or be missing: a
-tombstone, which `usable_prefix` minds. `drain_events` hands events out in order. Slots and rows are
-opaque here.
+tombstone, which `usable_prefix` minds. Blocks that recovery found on SSD and nobody asked for sleep
+(see `sleeping`): whoever is given hashes calls `wake` with them first. `drain_events` hands events
+out in order. Slots and rows are opaque here.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ import numpy as np
 
 from emberkv_proto.events import Event, Keys
 from emberkv_proto.hashing import index_keys
-from emberkv_proto.types import BlockHash, Tier
+from emberkv_proto.types import BlockHash, SaltId, Tier
 from store_daemon.block import Block, StoredNamespace
 from store_daemon.residency import STORED_TIERS, ResidencyBook
+from store_daemon.sleeping import SleepingBlocks
 from store_daemon.tombstones import PartQueue
 
 if TYPE_CHECKING:
@@ -35,6 +37,10 @@ if TYPE_CHECKING:
 
 MAX_ANCESTORS_ASKED = 1024
 """How far up a chain is followed before a block that came after its child leans on its parent."""
+
+
+TenantOf = Callable[[SaltId | None], "Tenant | None"]
+"""The account of a salt id; None: nobody's."""
 
 
 @dataclass(slots=True)
@@ -72,13 +78,46 @@ class BlockCatalog:
         self._on_unlinked = on_unlinked
         self.old_parts = PartQueue()
         """Parts in DRAM whose block can stay without them."""
+        self.sleeping: SleepingBlocks | None = None
+        """Those of recovery that were not asked for yet; they are in no other place here."""
+        self._tenant_of: TenantOf = lambda salt_id: None
         self.holes = 0
         """Blocks that came to DRAM while their parent was in no tier."""
 
     def find(self, namespace: StoredNamespace, block_hash: BlockHash) -> Block | None:
         """A block of this namespace; another namespace's is not visible."""
         block = self.blocks.get(block_hash)
+        if block is None and self.sleeping is not None:
+            self.wake((block_hash,))
+            block = self.blocks.get(block_hash)
         return block if block is not None and block.namespace is namespace else None
+
+    def wake(self, hashes: Sequence[BlockHash]) -> None:
+        """Let those of `hashes` that sleep be blocks like others. O(len(hashes))."""
+        if self.sleeping is None:
+            return
+        for found in self.sleeping.wake(hashes):
+            first = found.rows[0]
+            tenant = self._tenant_of(first.salt_id)  # was charged when the block was adopted
+            block = self._create(found.namespace, first.block_hash, first.parent, tenant)
+            for row in found.rows:
+                block.rows[row.part] = row
+            block.in_ssd = True
+            if tenant is not None:
+                tenant.on_ssd.offer(block)
+        if not len(self.sleeping):
+            self.sleeping = None
+
+    def wake_owned(self, salt_id: SaltId) -> bool:
+        """Let a tenant's blocks be in `blocks`; False: none of them slept. O(blocks)."""
+        owned = self.sleeping.of_salt(salt_id) if self.sleeping is not None else []
+        self.wake(owned)
+        return bool(owned)
+
+    def wake_all(self) -> None:
+        """Let all blocks be in `blocks`. O(blocks)."""
+        if self.sleeping is not None:
+            self.wake(list(self.sleeping))
 
     def children(self, block_hash: BlockHash) -> int:
         """How many blocks in DRAM, or being written there, name it as their parent."""
@@ -233,40 +272,6 @@ class BlockCatalog:
                 block.tenant.charge_dram(block.namespace.size_classes[part].slot_bytes)
         self._offer(block)
 
-    def recover_part(
-        self,
-        namespace: StoredNamespace,
-        block_hash: BlockHash,
-        parent: BlockHash | None,
-        part: int,
-        slot: Slot,
-        tenant: Tenant | None = None,
-    ) -> bool:
-        """Take over a slot of an earlier life, unverified. False if the part is there already."""
-        block = self.blocks.get(block_hash) or self._create(namespace, block_hash, parent, tenant)
-        if block.namespace is not namespace or block.slots[part] is not None:
-            return False
-        block.is_verified = False
-        self._bring_in(block, part, slot)
-        if block.tenant is not None:
-            block.tenant.charge_dram(namespace.size_classes[part].slot_bytes)
-        self._offer(block)
-        return True
-
-    def recover_row(
-        self, namespace: StoredNamespace, row: SsdRow, tenant: Tenant | None = None
-    ) -> bool:
-        """Take over a row of an earlier life. False if it does not fit or the part has one."""
-        if not 0 <= row.part < namespace.parts:
-            return False
-        block = self.blocks.get(row.block_hash)
-        if block is None:
-            block = self._create(namespace, row.block_hash, row.parent, tenant)
-        if block.namespace is not namespace or block.rows[row.part] is not None:
-            return False
-        self._add_row(block, row)
-        return True
-
     def add_rows(self, block: Block, rows: Sequence[SsdRow]) -> None:
         """Parts were written to SSD; with those that are there already, all required ones."""
         assert not block.is_doomed
@@ -296,6 +301,7 @@ class BlockCatalog:
 
     def drop_row(self, row: SsdRow) -> Freed:
         """The row's bytes are gone: the block leaves SSD, and its other rows are of no use."""
+        self.wake((row.block_hash,))
         block = self.blocks.get(row.block_hash)
         if block is None or row.part >= len(block.rows) or block.rows[row.part] != row:
             return Freed()
@@ -305,6 +311,7 @@ class BlockCatalog:
 
     def move_row(self, old: SsdRow, new: SsdRow) -> bool:
         """The same bytes stand elsewhere now. False if the block is gone or has another row."""
+        self.wake((old.block_hash,))
         block = self.blocks.get(old.block_hash)
         if block is None or old.part >= len(block.rows) or block.rows[old.part] != old:
             return False
@@ -315,17 +322,6 @@ class BlockCatalog:
         """The block leaves SSD."""
         freed = Freed(rows=self._leave_ssd(block))
         self._unlink_if_empty(block)
-        return freed
-
-    def drop_incomplete(self) -> Freed:
-        """Forget what recovery left incomplete and nobody is writing. O(blocks)."""
-        freed = Freed()
-        for block in list(self.blocks.values()):
-            if not block.in_dram and not block.writers:
-                freed.slots += self._leave_dram(block)
-            if not block.in_ssd:
-                freed.rows += self._leave_ssd(block)
-            self._unlink_if_empty(block)
         return freed
 
     def doom(self, block: Block) -> Freed:
@@ -390,9 +386,13 @@ class BlockCatalog:
     def resident_keys(self, tier: Tier) -> Keys:
         """Index keys of the tier's blocks. O(blocks)."""
         hashes = [b.hash for b in self.resident(tier)]
-        return index_keys(hashes) if hashes else np.empty(0, dtype=np.uint64)
+        keys = index_keys(hashes) if hashes else np.empty(0, dtype=np.uint64)
+        if tier is Tier.SSD and self.sleeping is not None:
+            return np.concatenate([keys, self.sleeping.keys()])
+        return keys
 
     def resident(self, tier: Tier) -> Iterator[Block]:
+        """The tier's blocks, but for those that sleep."""
         for block in self.blocks.values():
             if block.in_dram if tier is Tier.DRAM else block.in_ssd:
                 yield block
@@ -425,7 +425,10 @@ class BlockCatalog:
         }
         assert set(self.old_parts) == optional, "the queue of optional parts drifted"
         for tier in STORED_TIERS:
-            self._book.check(tier, (block.hash for block in self.resident(tier)))
+            self._book.check(tier, self.resident_keys(tier))
+        if self.sleeping is not None:
+            self.sleeping.check_integrity()
+            assert not any(block_hash in self.sleeping for block_hash in self.blocks)
         for block in self._doomed:
             assert block.is_doomed
             assert block.pins > 0, "a doomed block that nobody holds was not freed"
@@ -462,13 +465,18 @@ class BlockCatalog:
         if block.in_dram or not namespace.has_required(block.slots):
             return False
         block.in_dram = True
-        if block.parent is not None and block.parent not in self.blocks:
+        if block.parent is not None and not self._is_known(block.parent):
             self.holes += 1
         return True
 
     def _bring_in(self, block: Block, part: int, slot: Slot) -> None:
         if self._place(block, part, slot):
             self._book.stored(Tier.DRAM, (block.hash,))
+
+    def _is_known(self, block_hash: BlockHash) -> bool:
+        return block_hash in self.blocks or (
+            self.sleeping is not None and block_hash in self.sleeping
+        )
 
     def _leave_dram(self, block: Block) -> list[Slot]:
         slots: list[Slot] = []

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from client_sdk import faults
 from emberkv_proto.types import BlockHash, NamespaceId, Tier
 from store_daemon.block import Block, StoredNamespace
-from store_daemon.catalog import BlockCatalog, Freed
+from store_daemon.catalog import Freed
 from store_daemon.config import DramSection
 from store_daemon.departures import Departures
 from store_daemon.eviction import EvictionQueue
@@ -21,6 +21,7 @@ from store_daemon.pins import PinBook
 from store_daemon.policies import POLICIES
 from store_daemon.ports import EventSink
 from store_daemon.quotas import QuotaEviction
+from store_daemon.recoverable_catalog import RecoverableCatalog
 from store_daemon.sessions import StagedPart
 from store_daemon.tenants import Tenant, TenantBook
 from store_daemon.tiers.pool import Pool
@@ -52,7 +53,7 @@ class Holdings:
         self.counters: Counter[str] = Counter()
         self.measures = Measures()
         self.queue = EvictionQueue(POLICIES[config.policy](), clock, self._count_policy_failure)
-        self.catalog = BlockCatalog(
+        self.catalog = RecoverableCatalog(
             self.queue.offer, self.queue.entered, self.queue.left, self._unlinked
         )
         capacity_bytes = pool.slots.total_bytes
@@ -309,7 +310,9 @@ class Holdings:
         self.queue.check_integrity()
         self.pool.check_integrity()
         self.pins.check_integrity(self.catalog.blocks)
-        self.tenants.check_integrity(self.catalog.blocks.values())
+        sleeping = self.catalog.sleeping
+        asleep = sleeping.bytes_by_salt() if sleeping is not None else {}
+        self.tenants.check_integrity(self.catalog.blocks.values(), asleep)
         self.departures.check_integrity(self.catalog.blocks.values())
 
     # ---- inner steps ----

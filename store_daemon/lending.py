@@ -137,6 +137,7 @@ class Lender:
         counters = holdings.counters
         if self.limit_bytes is not None:
             hashes = self._within_limit(self.limit_bytes, session, namespace, hashes)
+        holdings.catalog.wake(hashes)
         found = holdings.catalog.usable_prefix(namespace, hashes)
         if found:
             idle_seconds = self._clock() - found[-1].used_at
@@ -263,6 +264,7 @@ class Lender:
         that a read that began in time does not see its slot reused. Only whole blocks travel.
         """
         self.leases.check_room(PEERS)
+        self._holdings.catalog.wake(hashes)
         found = self._holdings.catalog.whole_prefix(namespace, hashes)
         if not found:
             return PeerGrant(0, 0, namespace.parts, (), ())

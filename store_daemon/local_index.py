@@ -1,7 +1,9 @@
 """The daemon's data directory: SSD rows in RocksDB, namespaces, incarnation, lock and marker.
 
-The rows are a cache of what the segment files say (see `recovery`), so they are written without
-fsync: a killed process loses nothing, a power cut loses the newest batches whole and in order.
+The rows of a segment are kept here until its footer holds them; of a sealed one only how many rows
+it has, and which of them were forgotten since. All of it is a cache of what the segment files say
+(see `recovery`), so it is written without fsync: a killed process loses nothing, a power cut loses
+the newest batches whole and in order.
 Namespaces and the incarnation exist nowhere else; they are small files, replaced atomically.
 
 RocksDB is opened in raw mode only: the library's default mode unpickles what it reads.
@@ -16,7 +18,9 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rocksdict import Options, Rdict, WriteBatch
@@ -38,9 +42,12 @@ from store_daemon.tiers.segments import SsdRow
 
 _log = logging.getLogger(__name__)
 
-DATA_FORMAT = 1
-_ROW_PREFIX = b"r"
+DATA_FORMAT = 2
+_ROW_PREFIX = b"s"
+_FORGOTTEN_PREFIX = b"f"
+_SEALED_PREFIX = b"n"
 _PIN_PREFIX = b"p"
+_PLACE_BYTES = 16
 _COVERED = b"m/covered-through"
 _INCARNATION = b"m/incarnation"
 _DRIVE_PREFIX = b"m/drive/"
@@ -53,6 +60,36 @@ _NOT_DAMAGE = (
     "too many open files",
     "read-only",
 )
+
+
+@dataclass(frozen=True, slots=True)
+class IndexContent:
+    """What the database says about segments."""
+
+    rows: tuple[SsdRow, ...] = ()
+    """Of segments whose footer does not hold them; by place."""
+    forgotten: Mapping[int, frozenset[int]] = field(default_factory=dict)
+    """Per segment, the offsets of records that count no more."""
+    sealed: Mapping[int, int] = field(default_factory=dict)
+    """Per sealed segment, how many rows its footer has."""
+
+    @property
+    def segments(self) -> set[int]:
+        """Every segment that anything is said of."""
+        return {*(row.segment for row in self.rows), *self.forgotten, *self.sealed}
+
+
+@dataclass(frozen=True, slots=True)
+class IndexChanges:
+    """What the index must be told so that it fits the files."""
+
+    put: tuple[SsdRow, ...]
+    """Rows that no footer holds."""
+    forget: tuple[SsdRow, ...]
+    sealed: Mapping[int, int]
+    """Segments whose rows are in their footer, and how many; before `forget`."""
+    drop: tuple[int, ...]
+    """Segments that are no more."""
 
 
 class LocalIndex:
@@ -135,31 +172,65 @@ class LocalIndex:
     # -- rows ----------------------------------------------------------------------------------
 
     def put_rows(self, rows: Sequence[SsdRow]) -> None:
-        """Store all of `rows` or none; a row replaces the earlier one of the same part."""
+        """Store all of `rows` or none."""
         batch = WriteBatch(raw_mode=True)
         for row in rows:
-            batch.put(_row_key(row), row.pack())
+            batch.put(_place(_ROW_PREFIX, row), row.pack())
         self._write(batch)
 
-    def delete_rows(self, rows: Sequence[SsdRow]) -> None:
-        """Forget the parts that `rows` name, wherever their stored rows point."""
+    def forget_rows(self, rows: Sequence[SsdRow]) -> None:
+        """The records of `rows` count no more, whether their rows are here or in a footer."""
         batch = WriteBatch(raw_mode=True)
         for row in rows:
-            batch.delete(_row_key(row))
+            _forget(batch, row)
         self._write(batch)
 
-    def rows(self) -> Iterator[SsdRow]:
-        """All rows, as of the call. Entries that are no rows are skipped and counted.
+    def mark_sealed(self, segment: int, rows: int) -> None:
+        """The footer of `segment` holds its `rows` live rows now; they leave the database.
+
+        Covers the segment as `mark_covered` does.
+        """
+        batch = WriteBatch(raw_mode=True)
+        _seal(batch, segment, rows)
+        self._cover(batch, segment)
+        self._write(batch)
+
+    def drop_segments(self, segments: Iterable[int]) -> None:
+        """The segments are no more, or not to be had for now."""
+        batch = WriteBatch(raw_mode=True)
+        for segment in segments:
+            _drop(batch, segment)
+        self._write(batch)
+
+    def apply(self, changes: IndexChanges) -> None:
+        """Make all of `changes`, or none."""
+        batch = WriteBatch(raw_mode=True)
+        for row in changes.put:
+            batch.put(_place(_ROW_PREFIX, row), row.pack())
+        for segment, rows in changes.sealed.items():
+            _seal(batch, segment, rows)
+        for row in changes.forget:
+            _forget(batch, row)
+        for segment in changes.drop:
+            _drop(batch, segment)
+        self._write(batch)
+
+    def content(self) -> IndexContent:
+        """All that is known about segments. Entries that cannot be ours are skipped and counted.
 
         Damage found while reading moves the database aside; `was_rebuilt` is then True and there
-        are no rows.
+        is no content.
         """
         with self._mutex:
             try:
-                return iter(self._scan())
+                return self._scan()
             except CorruptionError as error:
                 self._set_database_aside(str(error))
-                return iter(())
+                return IndexContent()
+
+    def rows(self) -> Iterator[SsdRow]:
+        """The rows of segments that are not sealed, as of the call. See `content`."""
+        return iter(self.content().rows)
 
     def covered_through(self) -> int:
         """Rows of segments up to this number are all here: what is missing was forgotten."""
@@ -167,9 +238,9 @@ class LocalIndex:
         return 0 if packed is None else int.from_bytes(packed, "little")
 
     def mark_covered(self, segment: int) -> None:
-        """Record that the rows of all segments up to `segment` have been put."""
+        """Record that the rows of all segments up to `segment` are here or in a footer."""
         batch = WriteBatch(raw_mode=True)
-        batch.put(_COVERED, segment.to_bytes(8, "little"))
+        self._cover(batch, segment)
         self._write(batch)
 
     # -- hard pins -----------------------------------------------------------------------------
@@ -244,9 +315,12 @@ class LocalIndex:
                 assert Namespace.from_json(text) == namespace, f"{namespace_id.hex()} differs"
                 assert namespace.id == namespace_id, f"{namespace_id.hex()} is {namespace.id.hex()}"
             before = self.unreadable_rows
-            rows = self._scan()
+            content = self._scan()
             assert self.unreadable_rows == before, "the database holds entries that are no rows"
-            assert len({row.key for row in rows}) == len(rows), "one part has two rows"
+            for row in content.rows:
+                assert row.segment not in content.sealed, "a row of a sealed segment is kept"
+                gone = content.forgotten.get(row.segment, frozenset())
+                assert row.offset not in gone, "a row is kept and forgotten"
 
     # -- inside --------------------------------------------------------------------------------
 
@@ -334,20 +408,11 @@ class LocalIndex:
 
     def _entries(self, prefix: bytes) -> dict[bytes, bytes]:
         """Every key that begins so, with its value. Raises OSError."""
-        found: dict[bytes, bytes] = {}
-        with self._mutex:
-            iterator = self._live().iter()
-            try:
-                iterator.seek(prefix)
-                while iterator.valid() and (key := iterator.key()).startswith(prefix):
-                    found[key] = iterator.value()
-                    iterator.next()
-                iterator.status()
-            except Exception as error:  # as in _open_database
-                raise OSError(errno.EIO, f"local index: {error}") from error
-            finally:
-                del iterator  # as in _scan
-        return found
+        try:
+            with self._mutex:
+                return dict(self._read_entries(prefix))
+        except CorruptionError as error:
+            raise OSError(errno.EIO, str(error)) from error
 
     def _write(self, batch: WriteBatch) -> None:
         if not len(batch):
@@ -363,24 +428,52 @@ class LocalIndex:
                     database.close()
                 raise OSError(errno.EIO, f"local index: {error}") from error
 
-    def _scan(self) -> list[SsdRow]:
+    def _cover(self, batch: WriteBatch, segment: int) -> None:
+        batch.put(_COVERED, max(segment, self.covered_through()).to_bytes(8, "little"))
+
+    def _scan(self) -> IndexContent:
         """Raises CorruptionError if RocksDB cannot read its files to the end."""
-        found: list[SsdRow] = []
+        rows: list[SsdRow] = []
+        forgotten: defaultdict[int, set[int]] = defaultdict(set)
+        sealed: dict[int, int] = {}
+        for key, value in self._read_entries(_ROW_PREFIX):
+            try:
+                row = SsdRow.unpack(value)
+                if _place(_ROW_PREFIX, row) != key:
+                    raise CorruptionError("row is stored under another key")
+                rows.append(row)
+            except CorruptionError as error:  # noqa: PERF203
+                self._skip(error)
+        for key, _ in self._read_entries(_FORGOTTEN_PREFIX):
+            if len(key) == 1 + _PLACE_BYTES:
+                segment = int.from_bytes(key[1:9], "big")
+                forgotten[segment].add(int.from_bytes(key[9:], "big"))
+            else:
+                self._skip(CorruptionError(f"place of {len(key)} bytes"))
+        for key, value in self._read_entries(_SEALED_PREFIX):
+            if len(key) == 9 and len(value) == 8:
+                sealed[int.from_bytes(key[1:], "big")] = int.from_bytes(value, "little")
+            else:
+                self._skip(CorruptionError(f"segment of {len(key)} and {len(value)} bytes"))
+        return IndexContent(
+            tuple(rows), {number: frozenset(gone) for number, gone in forgotten.items()}, sealed
+        )
+
+    def _skip(self, error: CorruptionError) -> None:
+        self.unreadable_rows += 1
+        _log.warning("an entry of the local index is skipped: %s", error)
+
+    def _read_entries(self, prefix: bytes) -> list[tuple[bytes, bytes]]:
+        """All entries whose key begins so. Raises CorruptionError as `_scan`."""
+        found: list[tuple[bytes, bytes]] = []
         iterator = self._live().iter()
         try:
-            iterator.seek(_ROW_PREFIX)
+            iterator.seek(prefix)
             while iterator.valid():
                 key: bytes = iterator.key()
-                if not key.startswith(_ROW_PREFIX):
+                if not key.startswith(prefix):
                     break
-                try:
-                    row = SsdRow.unpack(iterator.value())
-                    if _row_key(row) != key:
-                        raise CorruptionError("row is stored under another key")
-                    found.append(row)
-                except CorruptionError as error:
-                    self.unreadable_rows += 1
-                    _log.warning("an entry of the local index is skipped: %s", error)
+                found.append((key, iterator.value()))
                 iterator.next()
             iterator.status()  # an iterator ends early, without a word, at a damaged block
         except Exception as error:  # as in _open_database
@@ -390,5 +483,26 @@ class LocalIndex:
         return found
 
 
-def _row_key(row: SsdRow) -> bytes:
-    return _ROW_PREFIX + row.namespace_id + row.block_hash + row.part.to_bytes(4, "big")
+def _place(prefix: bytes, row: SsdRow) -> bytes:
+    return prefix + row.segment.to_bytes(8, "big") + row.offset.to_bytes(8, "big")
+
+
+def _forget(batch: WriteBatch, row: SsdRow) -> None:
+    batch.delete(_place(_ROW_PREFIX, row))
+    batch.put(_place(_FORGOTTEN_PREFIX, row), b"")
+
+
+def _seal(batch: WriteBatch, segment: int, rows: int) -> None:
+    _drop_places(batch, segment)
+    batch.put(_SEALED_PREFIX + segment.to_bytes(8, "big"), rows.to_bytes(8, "little"))
+
+
+def _drop(batch: WriteBatch, segment: int) -> None:
+    _drop_places(batch, segment)
+    batch.delete(_SEALED_PREFIX + segment.to_bytes(8, "big"))
+
+
+def _drop_places(batch: WriteBatch, segment: int) -> None:
+    for prefix in (_ROW_PREFIX, _FORGOTTEN_PREFIX):
+        first = prefix + segment.to_bytes(8, "big")
+        batch.delete_range(first, first + b"\xff" * (_PLACE_BYTES - 7))

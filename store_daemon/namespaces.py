@@ -23,6 +23,9 @@ class NamespaceBook:
             for namespace_id, namespace in index.namespaces().items()
         }
 
+    def all(self) -> dict[NamespaceId, StoredNamespace]:
+        return dict(self._known)
+
     def get(self, namespace_id: NamespaceId) -> StoredNamespace | None:
         return self._known.get(namespace_id)
 

@@ -270,6 +270,8 @@ class Operations:
 
     def _of(self, namespace: StoredNamespace | None, tier: Tier) -> list[Block]:
         """What takes room in the tier. O(blocks)."""
+        if tier is Tier.SSD:
+            self._holdings.catalog.wake_all()
         return [
             block
             for block in self._holdings.catalog.blocks.values()

@@ -95,6 +95,7 @@ class Prefetcher:
         target: PullTarget,
     ) -> Scheduled:
         """Begin to bring a chain from SSD and, where there are any, from peers. O(len(hashes))."""
+        self._holdings.catalog.wake(hashes)
         found = self._holdings.catalog.usable_prefix(namespace, hashes)
         self._holdings.queue.touch(found)
         missing = hashes[len(found) :]

@@ -110,6 +110,8 @@ class QuotaEviction:
             if not tenant.exceeds_ssd(byte_count):
                 break
             victim = tenant.on_ssd.next(_may_leave_ssd, passed_over.append)
+            if victim is None and self._catalog.wake_owned(tenant.salt_id):
+                continue
             if victim is None or len(passed_over) > MOST_PASSED_OVER:
                 break
             self._count(victim)

@@ -1,25 +1,29 @@
 """Start of the SSD tier: which rows are live, after whatever end the last daemon came to.
 
-The truth is in the segment files, the local index is its cache. A segment up to the index's
-`covered_through` has all its rows there; what is missing from it was forgotten on purpose. Of
-later segments the footer is read or, where there is none, the records one after the other up to
-the first that is torn. Scanning never looks behind a torn record: payload bytes are strangers' and
-could be made to look like a record. Nothing is ever appended to a file found at start; an open one
-is sealed.
+The truth is in the segment files, the local index is its cache. A sealed segment's rows are those
+of its footer, but for the ones the index says were forgotten since. The rows of a segment without
+footer are in the index; where the index does not cover it, its records are read too, one after the
+other up to the first that is torn. Scanning never looks behind a torn record: payload bytes are
+strangers' and could be made to look like a record. Nothing is ever appended to a file found at
+start; an open one is sealed.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from emberkv_proto.errors import CorruptionError
+from store_daemon.local_index import IndexContent
 from store_daemon.tiers import segments
+from store_daemon.tiers.row_table import RowTable
 from store_daemon.tiers.segment_file import SegmentReader, seal_segment
-from store_daemon.tiers.segments import PAGE_BYTES, RowKey, SsdRow
+from store_daemon.tiers.segments import PAGE_BYTES, SsdRow
 
 _log = logging.getLogger(__name__)
 CORRUPT_SUFFIX = ".corrupt"
@@ -31,17 +35,13 @@ class FoundSegment:
 
     number: int
     path: Path
-    file_bytes: int
     records_end: int
-
-
-@dataclass(frozen=True, slots=True)
-class RowChanges:
-    """What the index must be told so that it holds exactly `live`."""
-
-    live: Mapping[RowKey, SsdRow]
-    put: tuple[SsdRow, ...]
-    delete: tuple[SsdRow, ...]
+    rows: RowTable
+    """Of every readable record that was not forgotten, by rising offset."""
+    is_sealed: bool
+    """Whether its footer holds all of its rows."""
+    gone: tuple[SsdRow, ...]
+    """Rows of the footer that the index must be told do not count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +51,6 @@ class Recovered:
     segments: tuple[FoundSegment, ...]
     set_aside: tuple[Path, ...]
     """Unreadable segment files, also those of earlier starts."""
-    rows: tuple[SsdRow, ...]
-    """Of every readable record; a part may have several, here and in other directories."""
     highest_number: int
     corrupt_segments: int
     torn_records: int
@@ -60,35 +58,30 @@ class Recovered:
 
 @dataclass(frozen=True, slots=True)
 class _Inspection:
-    rows: tuple[SsdRow, ...]
+    rows: RowTable
     records_end: int
-    file_bytes: int
-    torn: int
-    damaged: bool
+    is_sealed: bool = False
+    torn: int = 0
+    damaged: bool = False
+    gone: tuple[SsdRow, ...] = ()
+    """Rows of the footer that the index must be told do not count."""
 
 
-def plan_rows(stored: Iterable[SsdRow], found: Iterable[SsdRow]) -> RowChanges:
-    """Pure. Where a part has several records the newest wins."""
-    live: dict[RowKey, SsdRow] = {}
-    for row in found:
-        held = live.get(row.key)
-        if held is None or (held.segment, held.offset) < (row.segment, row.offset):
-            live[row.key] = row
-    in_index = {row.key: row for row in stored}
-    return RowChanges(
-        live,
-        put=tuple(row for key, row in live.items() if in_index.get(key) != row),
-        delete=tuple(row for key, row in in_index.items() if key not in live),
-    )
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What the index says about one segment."""
+
+    rows: Sequence[SsdRow]
+    forgotten: frozenset[int]
+    is_covered: bool
+    is_sealed: bool
+    """Its rows are in its footer."""
 
 
 def recover(
-    directory: Path,
-    stored: Mapping[int, Sequence[SsdRow]],
-    covered_through: int,
-    direct_io: bool,
+    directory: Path, content: IndexContent, covered_through: int, direct_io: bool
 ) -> Recovered:
-    """Inspect and repair every segment file in `directory`; `stored` are the index's, by segment.
+    """Inspect and repair every segment file in `directory`.
 
     Files without a usable record are removed, or set aside under another name when they are
     damaged. Files that are not ours are left alone.
@@ -96,9 +89,11 @@ def recover(
     Raises:
         OSError: the directory itself cannot be read.
     """
+    by_segment: defaultdict[int, list[SsdRow]] = defaultdict(list)
+    for row in content.rows:
+        by_segment[row.segment].append(row)
     kept: list[FoundSegment] = []
     set_aside: list[Path] = []
-    rows: list[SsdRow] = []
     corrupt = torn = highest = 0
     for path in sorted(directory.iterdir()):
         number = segments.segment_number(path.name.removesuffix(CORRUPT_SUFFIX))
@@ -108,66 +103,96 @@ def recover(
         if path.name.endswith(CORRUPT_SUFFIX):
             set_aside.append(path)
             continue
+        known = _Known(
+            by_segment.get(number, ()),
+            content.forgotten.get(number, frozenset()),
+            number <= covered_through,
+            number in content.sealed,
+        )
         try:
             with SegmentReader(path, direct_io) as reader:
-                covered = number <= covered_through
-                found = _inspect(reader, number, stored.get(number, ()), covered)
+                found = _inspect(reader, number, known)
         except (OSError, CorruptionError) as error:
             corrupt += 1
             set_aside.append(set_segment_aside(path, error))
             continue
         corrupt += found.damaged
         torn += found.torn
-        if not found.rows:
+        if not len(found.rows):
             path.unlink()
             continue
-        rows += found.rows
-        kept.append(FoundSegment(number, path, found.file_bytes, found.records_end))
-    return Recovered(tuple(kept), tuple(set_aside), tuple(rows), highest, corrupt, torn)
+        kept.append(
+            FoundSegment(number, path, found.records_end, found.rows, found.is_sealed, found.gone)
+        )
+    return Recovered(tuple(kept), tuple(set_aside), highest, corrupt, torn)
 
 
-def by_segment(rows: Iterable[SsdRow]) -> Mapping[int, Sequence[SsdRow]]:
-    """Pure."""
-    found: defaultdict[int, list[SsdRow]] = defaultdict(list)
-    for row in rows:
-        found[row.segment].append(row)
-    return found
-
-
-def _inspect(
-    reader: SegmentReader, number: int, stored: Sequence[SsdRow], covered: bool
-) -> _Inspection:
+def _inspect(reader: SegmentReader, number: int, known: _Known) -> _Inspection:
     """Raises CorruptionError if the file is damaged and holds nothing, OSError if unreadable."""
     if reader.file_bytes == 0:  # killed while creating it
-        return _Inspection((), PAGE_BYTES, 0, 0, False)
-    known = [row for row in stored if row.end <= reader.file_bytes]
+        return _Inspection(RowTable.of(()), PAGE_BYTES)
     never_begun = not any(reader.page(0))
     damaged = _has_bad_header(reader, number)
+    footer = _footer(reader, number)
+    if footer is not None and not damaged:
+        return _read_footer(reader, footer, known)
+    gone: tuple[SsdRow, ...] = ()
+    believed = [row for row in known.rows if row.end <= reader.file_bytes]
     if damaged:
         # Something wrote over the file: believe only what reads back whole.
-        known = [row for row in known if _is_whole(reader, row)]
-    known_end = max((row.end for row in known), default=PAGE_BYTES)
-    if covered:
-        if damaged and not known:
-            raise CorruptionError(f"segment {number}: header damaged, no record readable")
-        return _Inspection(tuple(known), known_end, reader.file_bytes, 0, damaged)
-    footer = None if damaged else _footer(reader, number)
-    if footer is not None:
-        return _Inspection((*footer.rows, *known), footer.start, reader.file_bytes, 0, False)
-    scanned, scanned_end, torn = _scan(reader, number, {row.offset: row for row in known})
-    rows = tuple({row.offset: row for row in (*scanned, *known)}.values())
+        listed = [
+            row for row in (footer.rows if footer else ()) if row.offset not in known.forgotten
+        ]
+        candidates = {row.offset: row for row in (*believed, *listed)}.values()
+        believed = [row for row in candidates if _is_whole(reader, row)]
+        whole = {row.offset for row in believed}
+        gone = tuple(row for row in listed if row.offset not in whole)
+    known_end = max((row.end for row in believed), default=PAGE_BYTES)
+    scanned: list[SsdRow] = []
+    scanned_end, torn = PAGE_BYTES, 0
+    if footer is None and (known.is_sealed or not known.is_covered):
+        scanned, scanned_end, torn = _scan(reader, number, {row.offset: row for row in believed})
+    by_offset = {row.offset: row for row in (*scanned, *believed)}
+    rows = [by_offset[offset] for offset in sorted(by_offset) if offset not in known.forgotten]
     if damaged and not rows:
-        if never_begun and not torn:
-            return _Inspection((), PAGE_BYTES, reader.file_bytes, 0, False)
+        if never_begun and not torn and not known.is_covered:
+            return _Inspection(RowTable.of(()), PAGE_BYTES)
         raise CorruptionError(f"segment {number}: header damaged, no record readable")
+    if footer is not None:
+        table = RowTable.of(rows)
+        return _Inspection(table, footer.start, True, 0, True, gone)
     records_end = max(scanned_end, known_end)
-    file_bytes = reader.file_bytes
+    is_sealed = False
     if rows:
         try:
-            file_bytes = records_end + seal_segment(reader.fd, number, rows, records_end)
-        except OSError as error:  # a full or failing drive: scanned again at the next start
+            seal_segment(reader.fd, number, rows, records_end)
+            is_sealed = True
+        except OSError as error:  # a full or failing drive: tried again at the next start
             _log.warning("segment %d stays unsealed: %s", number, error)
-    return _Inspection(rows, records_end, file_bytes, torn, damaged)
+    return _Inspection(RowTable.of(rows), records_end, is_sealed, torn, damaged)
+
+
+def _read_footer(reader: SegmentReader, footer: _Footer, known: _Known) -> _Inspection:
+    """A sealed segment that is as it should be."""
+    table = footer.rows
+    gone: tuple[SsdRow, ...] = ()
+    if known.forgotten:
+        forgotten = np.array(sorted(known.forgotten), np.uint64)
+        counts = ~np.isin(table.packed["offset"], forgotten)
+        if not known.is_sealed:
+            gone = tuple(table.take(~counts))
+        table = table.take(counts)
+    # The footer was made of these, so they are in it; more would be an index of other files.
+    extra = [
+        row
+        for row in known.rows
+        if row.end <= footer.start
+        and footer.rows.number_at(0, len(footer.rows), row.offset) is None
+    ]
+    if not extra:
+        return _Inspection(table, footer.start, True, gone=gone)
+    rows = sorted((*table, *extra), key=lambda row: row.offset)
+    return _Inspection(RowTable.of(rows), footer.start)
 
 
 def _has_bad_header(reader: SegmentReader, number: int) -> bool:
@@ -189,7 +214,7 @@ def _is_whole(reader: SegmentReader, row: SsdRow) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Footer:
-    rows: list[SsdRow]
+    rows: RowTable
     start: int
 
 
@@ -202,8 +227,8 @@ def _footer(reader: SegmentReader, number: int) -> _Footer | None:
         trailer = segments.unpack_trailer(reader.page(last), number, reader.file_bytes)
         start = last - trailer.table_bytes
         table = reader.pages(start, trailer.table_bytes) if trailer.rows else memoryview(b"")
-        rows = segments.unpack_footer_table(table, trailer, number, reader.file_bytes)
-        return _Footer(rows, start)
+        rows = segments.footer_table(table, trailer, number, reader.file_bytes)
+        return _Footer(RowTable(rows), start)
     except CorruptionError:
         return None
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from emberkv_proto.events import BlocksRemoved, BlocksStored, Event
-from emberkv_proto.hashing import index_key, index_keys
+from emberkv_proto.events import BlocksRemoved, BlocksStored, Event, Keys
+from emberkv_proto.hashing import index_keys
 from emberkv_proto.types import BlockHash, Tier
 
 STORED_TIERS = (Tier.DRAM, Tier.SSD)
@@ -33,7 +33,12 @@ class _Change:
 
     kind: type[BlocksStored | BlocksRemoved]
     tier: Tier
-    hashes: list[BlockHash]
+    hashes: list[BlockHash] | Keys
+    """Index keys where there were too many blocks for an object each."""
+
+    @property
+    def keys(self) -> Keys:
+        return index_keys(self.hashes) if isinstance(self.hashes, list) else self.hashes
 
 
 class ResidencyBook:
@@ -49,6 +54,13 @@ class ResidencyBook:
         ledger.stored += len(hashes)
         self._note(BlocksStored, tier, hashes)
 
+    def stored_keys(self, tier: Tier, keys: Keys) -> None:
+        """`stored` for blocks named by their index keys."""
+        ledger = self.ledgers[tier]
+        ledger.blocks += len(keys)
+        ledger.stored += len(keys)
+        self._changes.append(_Change(BlocksStored, tier, keys))
+
     def removed(self, tier: Tier, hashes: Sequence[BlockHash]) -> None:
         ledger = self.ledgers[tier]
         ledger.blocks -= len(hashes)
@@ -60,20 +72,17 @@ class ResidencyBook:
         changes, self._changes = self._changes, []
         events: list[Event] = []
         for change in changes:
-            keys = index_keys(change.hashes)
+            keys = change.keys
             self.ledgers[change.tier].xor ^= int(np.bitwise_xor.reduce(keys))
             events.append(change.kind(change.tier, keys))
         return events
 
-    def check(self, tier: Tier, resident: Iterable[BlockHash]) -> None:
+    def check(self, tier: Tier, resident: Keys) -> None:
         """Assert that the tier's books say just what is resident. O(blocks)."""
-        ledger, blocks, xor = self.ledgers[tier], 0, 0
-        for block_hash in resident:
-            blocks += 1
-            xor ^= index_key(block_hash)
+        ledger, blocks, xor = self.ledgers[tier], len(resident), _xor(resident)
         for change in self._changes:
-            for block_hash in change.hashes if change.tier is tier else ():
-                xor ^= index_key(block_hash)
+            if change.tier is tier:
+                xor ^= _xor(change.keys)
         assert ledger.blocks == blocks, f"{tier.name}: {ledger.blocks} != {blocks}"
         assert ledger.stored - ledger.removed == ledger.blocks, f"{tier.name}: not conserved"
         assert ledger.xor == xor, f"{tier.name}: digest drifted"
@@ -87,7 +96,16 @@ class ResidencyBook:
         if not hashes:
             return
         last = self._changes[-1] if self._changes else None
-        if last is not None and last.kind is kind and last.tier is tier:
+        if (
+            last is not None
+            and last.kind is kind
+            and last.tier is tier
+            and isinstance(last.hashes, list)
+        ):
             last.hashes.extend(hashes)
         else:
             self._changes.append(_Change(kind, tier, [*hashes]))
+
+
+def _xor(keys: Keys) -> int:
+    return int(np.bitwise_xor.reduce(keys))

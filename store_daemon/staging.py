@@ -37,6 +37,7 @@ def grant_slots(
     """
     catalog, size_class = holdings.catalog, namespace.size_classes[part]
     blocks = catalog.blocks
+    catalog.wake(hashes if parent is None else (parent, *hashes))
     holdings.queue.next_access()
     # Slots for what is nowhere yet, as far as they are free: neighbours copy faster.
     absent = len(hashes) - sum(map(blocks.__contains__, hashes))

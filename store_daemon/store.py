@@ -49,6 +49,7 @@ from store_daemon.scrubbing import Scrubbing
 from store_daemon.sessions import Probed, Session, Staged, StagedPart, count_states
 from store_daemon.staged_run import StagedRun
 from store_daemon.staging import grant_slots
+from store_daemon.take_over import take_over_pool, take_over_rows
 from store_daemon.tier_state import TierState, tier_states
 from store_daemon.tiers.drive import DriveState
 from store_daemon.tiers.pool import Pool
@@ -115,30 +116,10 @@ class BlockStore:
 
     def recover(self) -> None:
         """Take over what earlier lives left in the pool and on SSD; announces it as stored."""
-        holdings, catalog = self.holdings, self.holdings.catalog
-        for found in holdings.pool.found:
-            namespace = self._namespaces.known(found.namespace_id)
-            header = found.header
-            if not catalog.recover_part(
-                namespace,
-                header.block_hash,
-                header.parent,
-                found.part,
-                found.slot,
-                holdings.tenants.of(header.salt_id),
-            ):
-                holdings.pool.give_back(found.slot)
-            if header.checksum == UNKNOWN_CHECKSUM:  # its bytes were complete before its header
-                holdings.counters["recovered_unsummed_parts"] += 1
-        holdings.pool.found.clear()
-        self._rest(holdings.pool.found_staged)
-        holdings.pool.found_staged.clear()
-        for row in self.ssd.recovered_rows() if self.ssd is not None else ():
-            known = self._namespaces.get(row.namespace_id)
-            if known is None or not catalog.recover_row(
-                known, row, holdings.tenants.of(row.salt_id)
-            ):
-                holdings.rows_to_forget.append(row)
+        holdings, namespaces = self.holdings, self._namespaces.all()
+        self._rest(take_over_pool(holdings, namespaces))
+        if self.ssd is not None:
+            take_over_rows(holdings, namespaces, self.ssd.found_rows())
         holdings.drop_incomplete()
         self.operations.recover_pins()
         holdings.counters["recovered_blocks_dram"] = holdings.blocks_of(Tier.DRAM)
@@ -329,6 +310,7 @@ class BlockStore:
     def probe(self, session: Session, hashes: Sequence[BlockHash]) -> Probed:
         """What of the chain is here, without touching recency. O(len(hashes))."""
         namespace, catalog = session.own, self.holdings.catalog
+        catalog.wake(hashes)
         tiers = bytearray(len(hashes))
         for number, block_hash in enumerate(hashes):
             block = catalog.find(namespace, block_hash)
@@ -423,6 +405,7 @@ class BlockStore:
     ) -> PullRoom:
         """Stage the leading blocks that are nowhere here yet and for which there is room."""
         own = self._namespaces.enter(namespace)
+        self.holdings.catalog.wake(hashes)
         run = StagedRun(self.holdings)
         self.holdings.queue.next_access()
         for block_hash in hashes:

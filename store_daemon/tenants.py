@@ -229,16 +229,17 @@ class TenantBook:
             self._tenants[s].usage for s in sorted(self._tenants) if self._tenants[s].has_own_quota
         ]
 
-    def check_integrity(self, blocks: Iterable[Block]) -> None:
+    def check_integrity(self, blocks: Iterable[Block], asleep: Mapping[SaltId, int]) -> None:
         """Assert that each account is the sum over its blocks, and who is over quota is known.
 
         Args:
             blocks: all that the catalog holds.
+            asleep: bytes on SSD of the blocks that sleep.
         """
         queued = {id(block) for tenant in self._tenants.values() for block in tenant.in_dram}
         on_ssd = {id(block) for tenant in self._tenants.values() for block in tenant.on_ssd}
         dram: dict[SaltId, int] = {}
-        ssd: dict[SaltId, int] = {}
+        ssd = dict(asleep)
         for block in blocks:
             tenant = block.tenant
             if tenant is None:

@@ -209,7 +209,7 @@ def pack_slot(
         length,
         checksum,
         generation,
-        _salt_crc(salt_id) if salt_id is not None else 0,
+        salt_crc(salt_id) if salt_id is not None else 0,
         0,
         block_hash,
         parent or _NO_PARENT,
@@ -218,15 +218,15 @@ def pack_slot(
     return body + crc if salt_id is None else body + crc + salt_id
 
 
-def _salt_crc(salt_id: bytes) -> int:
-    """Never 0, which means that there is none."""
+def salt_crc(salt_id: bytes) -> int:
+    """The crc of a salt id in a slot header. Never 0, which means that there is none."""
     return zlib.crc32(salt_id) or 1
 
 
 def _salt_id(raw: bytes | memoryview, crc: int) -> SaltId:
     at = _SLOT.size + _CRC.size
     salt_id = bytes(raw[at : at + SALT_ID_BYTES])
-    if len(salt_id) != SALT_ID_BYTES or _salt_crc(salt_id) != crc:
+    if len(salt_id) != SALT_ID_BYTES or salt_crc(salt_id) != crc:
         raise CorruptionError("slot header: crc of the salt id does not match")
     return SaltId(salt_id)
 

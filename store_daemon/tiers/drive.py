@@ -10,13 +10,14 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
 from emberkv_proto.errors import PreflightError
 from store_daemon.config import SsdDriveSection
 from store_daemon.files import DirectoryLock
+from store_daemon.local_index import IndexContent
 from store_daemon.recovery import CORRUPT_SUFFIX, Recovered, recover, set_segment_aside
 from store_daemon.tiers import segments
 from store_daemon.tiers.backoff import Backoff
@@ -38,7 +39,7 @@ from store_daemon.tiers.segment_file import (
     remove_probes,
     try_segment,
 )
-from store_daemon.tiers.segments import PAGE_BYTES, SsdRow
+from store_daemon.tiers.segments import PAGE_BYTES
 
 _log = logging.getLogger(__name__)
 OK = "ok"
@@ -129,7 +130,7 @@ class Drive:
 
     def recover(
         self,
-        stored: Mapping[int, Sequence[SsdRow]],
+        content: IndexContent,
         covered_through: int,
         taken: Collection[int],
     ) -> Recovered:
@@ -140,14 +141,20 @@ class Drive:
         for path in list(self.path.iterdir()):
             if segments.segment_number(path.name) in taken:
                 set_segment_aside(path, ValueError("another drive has a segment of this number"))
-        found = recover(self.path, stored, covered_through, self.direct_io)
+        found = recover(self.path, content, covered_through, self.direct_io)
         sizes = {
             path: allocated_bytes(path.stat())
             for path in (*found.set_aside, *(segment.path for segment in found.segments))
         }
         for segment in found.segments:
             self.add(
-                Segment(segment.number, segment.path, segment.records_end, sizes[segment.path])
+                Segment(
+                    segment.number,
+                    segment.path,
+                    segment.records_end,
+                    sizes[segment.path],
+                    segment.is_sealed,
+                )
             )
         for path in found.set_aside:
             self._put_aside(path, sizes[path])

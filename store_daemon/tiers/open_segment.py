@@ -119,8 +119,8 @@ class Segment:
     records_end: int
     disk_bytes: int
     """What the file takes on the drive."""
-    rows: dict[RowKey, SsdRow] = field(default_factory=dict)
-    """Live rows, by part: not those forgotten, nor those written anew elsewhere."""
+    is_sealed: bool = False
+    """Whether the index relies on its footer for its rows."""
     read: set[RowKey] = field(default_factory=set)
     """Parts that were read since they were written here; may name rows that are gone."""
     corrupt_records: int = 0
@@ -136,6 +136,7 @@ class OpenSegment:
         self._headers = aligned_memory(_RUN_RECORDS * PAGE_BYTES)
         self._fd = create_segment(path, number, segment_bytes, direct_io)
         self._limit = segment_bytes
+        self._records = 0
         self.segment = Segment(number, path, PAGE_BYTES, allocated_bytes(os.fstat(self._fd)))
 
     def leading_run(self, waiting: Iterable[SsdRecord]) -> list[SsdRecord]:
@@ -167,20 +168,20 @@ class OpenSegment:
             rows.append(row)
             offset = row.end
         write_records(self._fd, buffers, self.segment.records_end, threads)
+        self._records += len(rows)
         return rows
 
-    def seal(self) -> int:
-        """Write the footer and close the file; without live rows, remove it.
+    def seal(self, rows: Sequence[SsdRow]) -> int:
+        """Write the footer of live `rows` and close the file; without any, remove it.
 
         Returns the footer's bytes. The file is closed also when this raises OSError; its footer is
         then missing or not durable.
         """
         segment = self.segment
         try:
-            if not segment.rows:
+            if not rows:
                 segment.path.unlink(missing_ok=True)
                 return 0
-            rows = list(segment.rows.values())
             return seal_segment(self._fd, segment.number, rows, segment.records_end)
         finally:
             segment.disk_bytes = allocated_bytes(os.fstat(self._fd))
@@ -188,5 +189,5 @@ class OpenSegment:
 
     def _takes(self, records: int, record_bytes: int) -> bool:
         """Whether so many more records of so many bytes in all leave room for the footer."""
-        footer = segments.footer_bytes(len(self.segment.rows) + records)
+        footer = segments.footer_bytes(self._records + records)
         return self.segment.records_end + record_bytes + footer <= self._limit

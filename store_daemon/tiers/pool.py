@@ -10,8 +10,8 @@ import logging
 import mmap
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import blake3
 
@@ -36,12 +36,13 @@ from emberkv_proto.shm_layout import (
     pool_writer,
     slots_per_extent,
 )
-from emberkv_proto.types import BlockHash, Incarnation, NamespaceId, SaltId
+from emberkv_proto.types import BlockHash, Incarnation, SaltId
 from store_daemon.config import DramSection
 from store_daemon.marker import UNKNOWN_WRITER, format_refusal
 from store_daemon.tiers.pool_mapping import map_pool, prepare
 from store_daemon.tiers.pool_pages import file_bytes, file_system_of
 from store_daemon.tiers.populate import UNWATCHED, Watch
+from store_daemon.tiers.slot_headers import scan_headers
 from store_daemon.tiers.slots import Extent, SizeClass, Slot, SlotAllocator
 
 log = logging.getLogger(__name__)
@@ -51,14 +52,13 @@ _STAGED = pack_state(SlotState.STAGED)
 _COMMITTED = pack_state(SlotState.COMMITTED)
 
 
-@dataclass(frozen=True, slots=True)
-class FoundSlot:
-    """A slot that an earlier daemon left behind."""
+class FoundSlot(NamedTuple):
+    """A slot that an earlier daemon left behind. A tuple, for there may be very many."""
 
     slot: Slot
-    namespace_id: NamespaceId
-    part: int
-    header: SlotHeader
+    block_hash: BlockHash
+    parent: BlockHash | None
+    salt_id: SaltId | None
 
 
 class Pool:
@@ -277,26 +277,19 @@ class Pool:
                 self.slots.retire(extent)
 
     def _scan_slots(self, extent: Extent) -> None:
-        start = extent.base + EXTENT_HEADER_BYTES
-        for number in range(extent.slot_count):
-            at = start + number * SLOT_HEADER_BYTES
-            state = int.from_bytes(self._view[at + STATE_OFFSET : at + STATE_OFFSET + 4], "little")
-            if state == SlotState.STAGED:
-                self.found_staged.append(self.slots.take_number(extent, number))
-                continue
-            if state != SlotState.COMMITTED:
-                continue
-            try:
-                header = SlotHeader.unpack(bytes(self._view[at : at + SLOT_HEADER_BYTES]))
-            except CorruptionError as error:
-                log.warning("slot dropped: extent=%d slot=%d %s", extent.number, number, error)
-                continue
-            size = extent.size_class
-            if header.generation != extent.generation or header.length != size.payload_bytes:
-                continue
-            slot = self.slots.take_number(extent, number)
-            slot.checksum = header.checksum
-            self.found.append(FoundSlot(slot, size.namespace_id, size.part, header))
+        start = extent.headers_offset
+        found = scan_headers(
+            self._view[start : start + extent.slot_count * SLOT_HEADER_BYTES],
+            extent.size_class.payload_bytes,
+            extent.generation,
+        )
+        if found.damaged:
+            log.warning("%d slots of extent %d dropped: crc", found.damaged, extent.number)
+        self.found_staged += self.slots.take_numbers(extent, found.staged)
+        slots = self.slots.take_numbers(extent, found.committed)
+        for slot, checksum in zip(slots, found.checksums, strict=True):
+            slot.checksum = checksum
+        self.found += map(FoundSlot, slots, found.hashes, found.parents, found.salt_ids)
 
 
 def read_boot_id() -> bytes:

@@ -105,7 +105,7 @@ class Reclaimer:
         if kept is None or not self._re_append(drive, segment, kept.pinned, changes):
             return False
         self._re_append(drive, segment, kept.read, changes)
-        changes.gone += self._drop_rows(segment)
+        changes.gone += self._rows.drop_segments([segment.number])
         try:
             segment.path.unlink(missing_ok=True)
         except OSError as error:
@@ -117,9 +117,9 @@ class Reclaimer:
 
     def _set_aside(self, drive: Drive, segment: Segment, changes: TierChanges) -> None:
         """Save what can be read of what is worth it, and keep the file for whoever asks why."""
-        kept = self._choose(segment) or Kept(list(segment.rows.values()), ())
+        kept = self._choose(segment) or Kept(self._rows.of(segment.number), ())
         self._re_append(drive, segment, (*kept.pinned, *kept.read), changes)
-        changes.lost += self._drop_rows(segment)
+        changes.lost += self._rows.drop_segments([segment.number])
         try:
             with self._rows.mutex:
                 why = CorruptionError(f"{segment.corrupt_records} corrupt records")
@@ -129,7 +129,7 @@ class Reclaimer:
             self._writer.drive_failed(drive, error)
 
     def _choose(self, segment: Segment) -> Kept | None:
-        rows = sorted(segment.rows.values(), key=lambda row: row.offset)
+        rows = self._rows.of(segment.number)
         was_read = segment.read.copy()
         return choose_kept(
             rows,
@@ -137,12 +137,6 @@ class Reclaimer:
             lambda row: row.key in was_read or self.is_used(row),
             self._kept_bytes,
         )
-
-    def _drop_rows(self, segment: Segment) -> list[SsdRow]:
-        with self._rows.mutex:
-            rows = list(segment.rows.values())
-            self._rows.drop(rows)
-        return rows
 
     def _re_append(
         self, drive: Drive, segment: Segment, rows: Sequence[SsdRow], changes: TierChanges

@@ -53,7 +53,7 @@ class Scrubber:
                 done.is_end = True
                 break
             row = self._todo.popleft()
-            if self._rows.get(row.key) == row:
+            if row in self._rows:
                 self._check(row, done)
         return done
 
@@ -69,7 +69,7 @@ class Scrubber:
                 return False
             segment = min(later, key=lambda segment: segment.number)
             self._segment = segment.number
-            self._todo.extend(sorted(segment.rows.values(), key=lambda row: row.offset))
+            self._todo.extend(self._rows.of(segment.number))
             return True
 
     def _check(self, row: SsdRow, done: ScrubStep) -> None:
@@ -84,6 +84,6 @@ class Scrubber:
             _log.warning("scrub: %s", error)
             done.corrupt.append(row)
         except OSError as error:
-            if self._rows.get(row.key) == row:  # and its segment was not reclaimed meanwhile
+            if row in self._rows:  # and its segment was not reclaimed meanwhile
                 _log.warning("scrub: segment %d at %d: %s", row.segment, row.offset, error)
                 done.unreadable.append(row)

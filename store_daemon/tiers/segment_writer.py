@@ -109,7 +109,7 @@ class SegmentWriter:
     def seal_open(self) -> None:
         """End the open segment. Whatever fails, nothing is appended to it any more.
 
-        Its rows are in the index; a footer only spares the next start a scan if that is lost.
+        Its rows move from the index to the footer; without one they stay there.
         """
         opened, drive = self._open, self._drive
         if opened is None or drive is None:
@@ -117,8 +117,11 @@ class SegmentWriter:
         self._open = self._drive = None
         segment = opened.segment
         before = segment.disk_bytes
+        rows = self._rows.of(segment.number)
+        has_footer = False
         try:
-            self._count_written(drive, opened.seal())
+            self._count_written(drive, opened.seal(rows))
+            has_footer = bool(rows)
             drive.save_wear()
         except OSError as error:
             if not drive.trouble.is_resting(self._clock()):
@@ -126,9 +129,12 @@ class SegmentWriter:
             _log.warning("ssd segment %s stays unsealed: %s", segment.path, error)
         with self._rows.mutex:
             drive.resize(segment, before)
-            if not segment.rows:
+            if not rows:
                 drive.remove(segment.number)
-        self._rows.note_sealed(segment.number)
+            if has_footer:
+                self._rows.note_sealed(segment)
+            else:
+                self._rows.note_ended(segment.number)
 
     def close(self) -> None:
         """Seal the open segment and end the threads."""

@@ -20,6 +20,10 @@ import struct
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from emberkv_proto.errors import CorruptionError
 from emberkv_proto.shm_layout import ALIGNMENT, align_up
@@ -43,6 +47,21 @@ _NO_PARENT = bytes(32)
 _NO_SALT = bytes(SALT_ID_BYTES)
 
 ROW_BYTES = _ROW.size
+ROW_DTYPE = np.dtype(
+    [
+        ("namespace_id", "V16"),
+        ("block_hash", "V32"),
+        ("part", "<u4"),
+        ("parent", "V32"),
+        ("segment", "<u8"),
+        ("offset", "<u8"),
+        ("length", "<u8"),
+        ("checksum", "<u8"),
+        ("salt_id", "V16"),
+    ]
+)
+"""A packed row, field by field as `_ROW` has them, for tables of many."""
+assert ROW_DTYPE.itemsize == ROW_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +73,11 @@ class RowKey:
     part: int
 
 
-@dataclass(frozen=True, slots=True)
-class SsdRow:
-    """Where a part of a block is on the SSD. `offset` is that of the record's header page."""
+class SsdRow(NamedTuple):
+    """Where a part of a block is on the SSD. `offset` is that of the record's header page.
+
+    A tuple, for there may be very many.
+    """
 
     namespace_id: NamespaceId
     block_hash: BlockHash
@@ -118,9 +139,35 @@ class SsdRow:
         )
 
 
+def unpack_rows(raw: bytes) -> list[SsdRow]:
+    """Rows that were checked before, `ROW_BYTES` each, one behind the other."""
+    return [
+        SsdRow(
+            namespace_id,
+            block_hash,
+            part,
+            None if parent == _NO_PARENT else parent,
+            segment,
+            offset,
+            length,
+            checksum,
+            None if salt_id == _NO_SALT else salt_id,
+        )
+        for namespace_id, block_hash, part, parent, segment, offset, length, checksum, salt_id in (
+            _ROW.iter_unpack(raw)
+        )
+    ]
+
+
 def record_bytes(length: int) -> int:
     """Bytes that a record with a payload of `length` takes in its segment."""
     return PAGE_BYTES + align_up(length)
+
+
+def record_sizes(lengths: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """`record_bytes` of each."""
+    page = np.uint64(PAGE_BYTES)
+    return page + (lengths + page - np.uint64(1)) // page * page
 
 
 def footer_bytes(rows: int) -> int:
@@ -237,23 +284,44 @@ def unpack_trailer(raw: bytes | memoryview, number: int, file_bytes: int) -> Tra
     return trailer
 
 
-def unpack_footer_table(
+def footer_table(
     raw: bytes | memoryview, trailer: Trailer, number: int, file_bytes: int
-) -> list[SsdRow]:
-    """The rows of a sealed segment.
+) -> npt.NDArray[np.void]:
+    """The rows of a sealed segment, by rising offset, as an array of ROW_DTYPE of its own.
 
     Raises:
-        CorruptionError: crc differs, or a row lies outside the records or in another segment.
+        CorruptionError: crc differs, or a row lies outside the records, in another segment or over
+            another row.
     """
-    size = trailer.row_bytes
-    table = bytes(raw[: trailer.rows * size])
-    if len(table) != trailer.rows * size or zlib.crc32(table) != trailer.table_crc:
+    size, row_bytes = trailer.rows * trailer.row_bytes, trailer.row_bytes
+    table = np.frombuffer(raw, np.uint8, min(size, len(raw)))
+    if len(table) != size or zlib.crc32(table.data) != trailer.table_crc:
         raise CorruptionError("footer table: crc does not match the trailer's")
-    rows = [SsdRow.unpack(table[start : start + size]) for start in range(0, len(table), size)]
+    if row_bytes == ROW_BYTES:
+        rows = table.copy().view(ROW_DTYPE)
+    else:
+        wide = np.zeros((trailer.rows, ROW_BYTES), np.uint8)
+        wide[:, :row_bytes] = table.reshape(trailer.rows, row_bytes)
+        rows = wide.reshape(-1).view(ROW_DTYPE)
     records_end = file_bytes - PAGE_BYTES - trailer.table_bytes
-    for row in rows:
-        if row.segment != number or row.end > records_end:
-            raise CorruptionError(f"footer table: row {row} is outside of segment {number}")
+    offsets, lengths = rows["offset"], rows["length"]
+    if (
+        (rows["segment"] != number).any()
+        or (lengths == 0).any()
+        or (lengths > records_end).any()
+        or (offsets < PAGE_BYTES).any()
+        or (offsets > records_end).any()
+        or (offsets % PAGE_BYTES).any()
+    ):
+        raise CorruptionError(f"footer table: a row is outside of segment {number}")
+    if (offsets[1:] < offsets[:-1]).any():
+        rows = rows[np.argsort(offsets, kind="stable")]
+        offsets, lengths = rows["offset"], rows["length"]
+    ends = offsets + record_sizes(lengths)
+    if (ends[-1:] > records_end).any():
+        raise CorruptionError(f"footer table: a row is outside of segment {number}")
+    if (ends[:-1] > offsets[1:]).any():
+        raise CorruptionError(f"footer table: rows overlap each other in segment {number}")
     return rows
 
 

@@ -6,7 +6,7 @@ last slot is given back, so room moves between classes by itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -218,10 +218,17 @@ class SlotAllocator:
         self.generation = max(self.generation, generation)
         return self._carve(number, size_class, generation)
 
-    def take_number(self, extent: Extent, number: int) -> Slot:
-        """Take one certain free slot of an adopted extent."""
-        extent.free.remove(number)
-        return self._take_from(extent, number)
+    def take_numbers(self, extent: Extent, numbers: Sequence[int]) -> list[Slot]:
+        """Take certain free slots of an adopted extent. O(its slots)."""
+        wanted = set(numbers)
+        free = [number for number in extent.free if number not in wanted]
+        assert len(extent.free) - len(free) == len(numbers), "a slot that is not free is taken"
+        extent.free = free
+        if not free:
+            self._open[extent.size_class].pop(extent.number, None)
+        size, first = extent.slot_bytes, extent.payloads_offset
+        self.used_bytes += size * len(numbers)
+        return [Slot(extent, number, first + number * size) for number in numbers]
 
     def give_back(self, slot: Slot) -> None:
         extent = slot.extent

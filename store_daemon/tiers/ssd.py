@@ -25,13 +25,14 @@ from pathlib import Path
 from emberkv_proto.errors import CorruptionError, IntegrityError, PreflightError
 from emberkv_proto.shm_layout import align_up
 from store_daemon.config import SsdSection
-from store_daemon.local_index import LocalIndex
+from store_daemon.local_index import IndexContent, LocalIndex
 from store_daemon.tiers import segments
 from store_daemon.tiers.changes import TierChanges
 from store_daemon.tiers.drive import OK, Drive, DriveState
 from store_daemon.tiers.live_rows import LiveRows
 from store_daemon.tiers.open_segment import Segment, SsdRecord
 from store_daemon.tiers.reclaim import Reclaimer
+from store_daemon.tiers.row_table import RowTable
 from store_daemon.tiers.scrub import Scrubber, ScrubStep
 from store_daemon.tiers.segment_file import aligned_memory, direct_flag, read_record
 from store_daemon.tiers.segment_writer import SegmentWriter
@@ -69,7 +70,7 @@ class SsdTier:
         self._expected = started.expected
         self._closed = False
         self._drives = started.drives
-        self._rows = LiveRows(started.drives, started.live, index, clock)
+        self._rows = LiveRows(started.drives, started.rows, index, clock)
         self._writer = SegmentWriter(config, self._rows, started.highest_number + 1, clock)
         self._reclaimer = Reclaimer(config.segment_bytes, self._rows, self._writer)
         self._scrubber = Scrubber(self._rows, self._read_unseen)
@@ -209,8 +210,12 @@ class SsdTier:
         return self._rows.record_bytes
 
     def recovered_rows(self) -> list[SsdRow]:
-        """Every live row; after `open()`, what recovery found."""
+        """Every live row. O(rows)."""
         return self._rows.all()
+
+    def found_rows(self) -> RowTable:
+        """After `open()`, what recovery found, packed."""
+        return self._rows.found()
 
     def segment_path(self, row: SsdRow) -> Path:
         """The file that the record of a live row is in."""
@@ -218,7 +223,7 @@ class SsdTier:
 
     def holds(self, row: SsdRow) -> bool:
         """Whether the part is stored where `row` says: not forgotten, reclaimed or moved since."""
-        return self._rows.get(row.key) == row
+        return row in self._rows
 
     def keep(self, is_pinned: Callable[[SsdRow], bool], is_used: Callable[[SsdRow], bool]) -> None:
         """Let reclaim ask, from the thread that writes, what must stay on SSD and what is worth it
@@ -402,8 +407,7 @@ class SsdTier:
         with self._rows.mutex:
             # Before the rows are dropped: they are not forgotten ones.
             self._rows.note_drive(drive, has_rows=False)
-            rows = [row for segment in drive.segments.values() for row in segment.rows.values()]
-            self._rows.drop(rows)
+            rows = self._rows.drop_segments(drive.segments)
             drive.detach()
         changes.lost += rows
         _log.warning("ssd drive %s is lost with %d records", drive.path, len(rows))
@@ -417,10 +421,10 @@ class SsdTier:
             if any(other.is_attached and other.id == drive.id for other in others):
                 raise PreflightError("it is the same drive as another of ssd.paths")
             with self._rows.mutex:
-                found = drive.recover({}, 0, taken)
+                found = drive.recover(IndexContent(), 0, taken)
                 highest = max(self._writer.next_number - 1, found.highest_number)
                 self._writer.next_number = highest + 1
-                rows = self._rows.take(found.rows, highest)
+                rows = self._rows.take(found.segments, highest)
         except (OSError, PreflightError) as error:
             with self._rows.mutex:
                 drive.detach()

@@ -15,10 +15,11 @@ from pathlib import Path
 from emberkv_proto.errors import PreflightError
 from store_daemon.config import SsdSection
 from store_daemon.local_index import LocalIndex
-from store_daemon.recovery import by_segment, plan_rows
+from store_daemon.recovery import FoundSegment
 from store_daemon.tiers.drive import Drive
 from store_daemon.tiers.drive_marker import KnownDrive
-from store_daemon.tiers.segments import RowKey, SsdRow
+from store_daemon.tiers.row_book import RowBook
+from store_daemon.tiers.row_plan import plan_rows
 
 _log = logging.getLogger(__name__)
 
@@ -30,7 +31,7 @@ class StartedTier:
     drives: tuple[Drive, ...]
     expected: Mapping[Path, str]
     """By directory, the drive that was last there."""
-    live: Mapping[RowKey, SsdRow]
+    rows: RowBook
     highest_number: int
     corrupt_segments: int
     torn_records: int
@@ -63,16 +64,15 @@ def _detach(drives: tuple[Drive, ...]) -> None:
 
 
 def _start(drives: tuple[Drive, ...], index: LocalIndex, now: float) -> StartedTier:
-    rows = list(index.rows())  # may find the database damaged, so before the rest
-    stored = by_segment(rows)
+    content = index.content()  # may find the database damaged, so before the rest
     covered = index.covered_through()
     known = index.drives()
     is_one_of_several = len(drives) > 1
     expected = {entry.path: drive_id for drive_id, entry in known.items()}
     if not is_one_of_several:
         expected = {}
-    found_rows: list[SsdRow] = []
-    highest = max([covered, *stored])
+    found_segments: list[FoundSegment] = []
+    highest = max([covered, *content.segments])
     corrupt = torn = 0
     taken: set[int] = set()
     for drive in drives:
@@ -82,7 +82,7 @@ def _start(drives: tuple[Drive, ...], index: LocalIndex, now: float) -> StartedT
             if any(other is not drive and other.id == drive.id for other in drives):
                 raise PreflightError(f"{drive.path} is the same drive as another of ssd.paths")
             has_rows = drive.id in known and known[drive.id].has_rows
-            found = drive.recover(stored, covered if has_rows else 0, taken)
+            found = drive.recover(content, covered if has_rows else 0, taken)
         except (OSError, PreflightError) as error:
             if not (is_one_of_several and _is_of_the_drive(error)):
                 raise
@@ -90,7 +90,7 @@ def _start(drives: tuple[Drive, ...], index: LocalIndex, now: float) -> StartedT
             drive.failed(error, now)
             continue
         taken |= drive.segments.keys()
-        found_rows += found.rows
+        found_segments += found.segments
         highest = max(highest, found.highest_number)
         corrupt += found.corrupt_segments
         torn += found.torn_records
@@ -99,15 +99,14 @@ def _start(drives: tuple[Drive, ...], index: LocalIndex, now: float) -> StartedT
             "no directory of ssd.paths can be used: "
             + "; ".join(drive.state_text for drive in drives)
         )
-    changes = plan_rows(rows, found_rows)
+    plan = plan_rows(content, found_segments)
     _note_drives(drives, index, known)
-    index.put_rows(changes.put)
-    index.delete_rows(changes.delete)
+    index.apply(plan.changes)
     index.mark_covered(highest)
     for drive in drives:
         if drive.is_attached and drive.id is not None:
             index.put_drive(drive.id, KnownDrive(drive.path, has_rows=True))
-    return StartedTier(drives, expected, changes.live, highest, corrupt, torn, len(changes.delete))
+    return StartedTier(drives, expected, plan.rows, highest, corrupt, torn, plan.rows_dropped)
 
 
 def _is_of_the_drive(error: Exception) -> bool:

@@ -197,5 +197,7 @@ class SmallStore:
         named = {row for block in holdings.catalog.blocks.values() for row in block.rows if row}
         live = set(ssd.recovered_rows())
         assert named <= live, "the catalog names rows that the tier does not hold"
+        sleeping = holdings.catalog.sleeping
+        named |= set(sleeping.rows()) if sleeping is not None else set()
         assert live - named <= set(holdings.rows_to_forget), "the tier holds rows nobody names"
         ssd.check_integrity()

@@ -19,7 +19,7 @@ from emberkv_proto.errors import PreflightError
 from emberkv_proto.layout import Group, GroupKind, Namespace
 from emberkv_proto.types import BlockHash, NamespaceId
 from store_daemon import local_index
-from store_daemon.local_index import LocalIndex
+from store_daemon.local_index import IndexChanges, IndexContent, LocalIndex
 from store_daemon.tiers.segments import PAGE_BYTES, SsdRow
 
 NODE = "node-a"
@@ -72,11 +72,41 @@ def filled(data_dir: Path, count: int = 2000) -> list[SsdRow]:
     return rows
 
 
-def test_rows_are_kept_replaced_and_deleted(index: LocalIndex) -> None:
-    index.put_rows([row(1), row(2), row(1, part=1)])
+def test_rows_are_kept_by_place_and_forgotten(index: LocalIndex) -> None:
+    index.put_rows([row(2), row(1), row(1, part=1, segment=2)])
     index.put_rows([row(1, segment=9)])
-    index.delete_rows([row(2), row(77)])
-    assert list(index.rows()) == [row(1, segment=9), row(1, part=1)]
+    index.forget_rows([row(2), row(77)])
+    assert list(index.rows()) == [row(1), row(1, part=1, segment=2), row(1, segment=9)]
+    assert index.content().forgotten == {1: {row(2).offset, row(77).offset}}
+
+
+def test_rows_of_a_sealed_segment_leave_and_what_is_forgotten_of_it_stays(
+    index: LocalIndex,
+) -> None:
+    index.put_rows([row(1), row(2), row(3, segment=2), row(4, segment=257)])
+    index.forget_rows([row(1)])
+    index.mark_sealed(1, 1)
+    assert index.covered_through() == 1
+    assert list(index.rows()) == [row(3, segment=2), row(4, segment=257)]
+    assert index.content().forgotten == {}
+    assert index.content().sealed == {1: 1}
+    index.forget_rows([row(2)])
+    assert index.content().forgotten == {1: {row(2).offset}}
+    index.drop_segments([1])
+    assert index.content() == IndexContent((row(3, segment=2), row(4, segment=257)), {}, {})
+
+
+def test_a_mark_never_moves_back(index: LocalIndex) -> None:
+    index.mark_covered(7)
+    index.mark_sealed(3, 1)
+    index.mark_covered(5)
+    assert index.covered_through() == 7
+
+
+def test_changes_are_made_together_and_forgetting_comes_after_sealing(index: LocalIndex) -> None:
+    index.put_rows([row(1), row(2), row(3, segment=2)])
+    index.apply(IndexChanges((row(9, segment=4),), (row(1),), {1: 2}, (2,)))
+    assert index.content() == IndexContent((row(9, segment=4),), {1: {row(1).offset}}, {1: 2})
 
 
 def test_rows_marks_and_namespaces_survive_closing(data_dir: Path) -> None:
@@ -255,7 +285,7 @@ class _Bomb:
 def pickled_by_default_mode(directory: Path, value: object) -> bytes:
     """Make a database in the library's own default mode; return what it stored for `value`."""
     database = Rdict(str(directory))
-    database[b"r-bomb"] = value
+    database[b"s-bomb"] = value
     database.close()
     del database
     database = Rdict(str(directory), Options(raw_mode=True))
@@ -271,7 +301,7 @@ def test_pickled_code_in_the_database_does_not_run(data_dir: Path, tmp_path: Pat
     bomb = pickled_by_default_mode(tmp_path / "default", _Bomb(fuse))
     assert b"went-off" in bomb
     database = Rdict(str(data_dir / "rocksdb"), Options(raw_mode=True))
-    for key in (b"r-bomb", b"m/incarnation", b"m/covered-through"):
+    for key in (b"s-bomb", b"m/incarnation", b"m/covered-through"):
         database[key] = bomb
     database.close()
     del database

@@ -52,8 +52,8 @@ def test_committed_slots_survive_and_staged_ones_do_not(tmp_path: Path) -> None:
     pool.close()
     again = open_pool(tmp_path)
     assert again.is_recovered
-    assert [f.header.block_hash for f in again.found] == HASHES[:2]
-    assert [f.header.parent for f in again.found] == [None, HASHES[0]]
+    assert [f.block_hash for f in again.found] == HASHES[:2]
+    assert [f.parent for f in again.found] == [None, HASHES[0]]
     assert [f.slot.checksum for f in again.found] == [40, 41]
     assert bytes(again.payload(again.found[1].slot)) == bytes([2]) * SIZE.payload_bytes
     assert len(again.found_staged) == 1
@@ -106,7 +106,7 @@ def test_a_broken_slot_header_loses_that_slot_only(tmp_path: Path, at: int) -> N
         file.seek(offset + at)
         file.write(bytes([byte[0] ^ 0x40]))
     again = open_pool(tmp_path)
-    assert [f.header.block_hash for f in again.found] == [HASHES[1]]
+    assert [f.block_hash for f in again.found] == [HASHES[1]]
     again.check_integrity()
     again.close()
 
@@ -121,7 +121,7 @@ def test_a_state_word_that_was_never_reached_drops_the_slot(tmp_path: Path) -> N
         file.seek(base + STATE_OFFSET)
         file.write(pack_state(SlotState.STAGED))
     again = open_pool(tmp_path)
-    assert [f.header.block_hash for f in again.found] == [HASHES[1]]
+    assert [f.block_hash for f in again.found] == [HASHES[1]]
     again.close()
 
 
@@ -145,7 +145,7 @@ def test_a_freed_slot_is_not_recovered(tmp_path: Path) -> None:
     pool.give_back(slot)
     pool.close()
     again = open_pool(tmp_path)
-    assert [f.header.block_hash for f in again.found] == HASHES[:2]
+    assert [f.block_hash for f in again.found] == HASHES[:2]
     again.close()
 
 

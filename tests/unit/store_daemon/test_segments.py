@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import struct
 import zlib
 
@@ -13,6 +12,7 @@ from hypothesis import strategies as st
 from emberkv_proto.errors import CorruptionError
 from emberkv_proto.types import BlockHash, NamespaceId, SaltId
 from store_daemon.tiers import segments
+from store_daemon.tiers.row_table import RowTable
 from store_daemon.tiers.segments import PAGE_BYTES, ROW_BYTES, SsdRow
 
 U64 = st.integers(0, 2**64 - 1)
@@ -81,7 +81,7 @@ def test_segment_header_names_its_segment() -> None:
 )
 def test_row_that_cannot_be_is_refused(changes: dict[str, int]) -> None:
     with pytest.raises(CorruptionError):
-        SsdRow.unpack(dataclasses.replace(row(), **changes).pack())
+        SsdRow.unpack(row()._replace(**changes).pack())
 
 
 def footer_file(rows: list[SsdRow]) -> tuple[bytes, int]:
@@ -122,7 +122,7 @@ def test_rows_headers_and_footers_of_before_there_were_tenants_are_nobodys() -> 
     file_bytes = rows[-1].end + len(table) + PAGE_BYTES
     trailer = segments.unpack_trailer(trailer_page, 7, file_bytes)
     assert trailer.table_bytes == len(table)
-    assert segments.unpack_footer_table(table, trailer, 7, file_bytes) == rows
+    assert list(RowTable(segments.footer_table(table, trailer, 7, file_bytes))) == rows
 
 
 @pytest.mark.parametrize("count", [0, 1, 35, 36, 200])
@@ -132,7 +132,7 @@ def test_footer_survives_packing(count: int) -> None:
     assert len(footer) == segments.footer_bytes(count)
     trailer = segments.unpack_trailer(footer[-PAGE_BYTES:], 7, file_bytes)
     table = footer[: trailer.table_bytes]
-    assert segments.unpack_footer_table(table, trailer, 7, file_bytes) == rows
+    assert list(RowTable(segments.footer_table(table, trailer, 7, file_bytes))) == rows
 
 
 def test_footer_with_a_changed_byte_or_a_row_out_of_bounds_is_refused() -> None:
@@ -141,9 +141,9 @@ def test_footer_with_a_changed_byte_or_a_row_out_of_bounds_is_refused() -> None:
     damaged = bytearray(footer)
     damaged[ROW_BYTES + 3] ^= 1
     with pytest.raises(CorruptionError, match="crc"):
-        segments.unpack_footer_table(damaged, trailer, 7, file_bytes)
+        segments.footer_table(damaged, trailer, 7, file_bytes)
     with pytest.raises(CorruptionError, match="outside"):
-        segments.unpack_footer_table(footer, trailer, 7, file_bytes - PAGE_BYTES)
+        segments.footer_table(footer, trailer, 7, file_bytes - PAGE_BYTES)
 
 
 def test_trailer_with_more_rows_than_the_file_holds_is_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -192,14 +193,14 @@ def test_a_kill_between_re_append_and_removal_leaves_one_copy_live_the_newer(
     crashed = tmp_path / "crashed"
 
     def kill_here(s: Store) -> None:
-        real = LiveRows.drop
+        real = LiveRows.drop_segments
 
-        def copy_first(rows: LiveRows, gone: list[SsdRow]) -> None:
+        def copy_first(rows: LiveRows, numbers: Iterable[int]) -> list[SsdRow]:
             if not crashed.exists():
                 crash_copy(tmp_path / "running", crashed)
-            real(rows, gone)
+            return real(rows, numbers)
 
-        monkeypatch.setattr(LiveRows, "drop", copy_first)
+        monkeypatch.setattr(LiveRows, "drop_segments", copy_first)
 
     with store(tmp_path / "running", segments=4) as s:
         rows = fill(s.tier, range(1, 15))

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from store_daemon.local_index import LocalIndex
-from store_daemon.recovery import plan_rows, recover
+from store_daemon.local_index import IndexContent, LocalIndex
+from store_daemon.recovery import recover
 from store_daemon.tiers import segments
+from store_daemon.tiers.row_table import RowTable, newest
 from store_daemon.tiers.segment_file import create_segment
 from store_daemon.tiers.segments import PAGE_BYTES, SsdRow
 from store_daemon.tiers.ssd import SsdTier
@@ -263,7 +264,7 @@ def test_rows_of_a_segment_deleted_by_hand_are_dropped(tmp_path: Path) -> None:
         assert s.tier.rows_dropped == len(rows) - len(rest)
     with store(directory) as s:
         assert s.tier.rows_dropped == 0
-        assert set(s.index.rows()) == set(rest)
+        assert set(s.index.content().sealed) == {row.segment for row in rest}
 
 
 def test_all_segments_deleted_by_hand_is_an_empty_tier_with_new_numbers(tmp_path: Path) -> None:
@@ -365,25 +366,23 @@ def test_corrupt_index_is_rebuilt_from_the_segments(tmp_path: Path) -> None:
         assert by_number(s.tier) == rows
 
 
-def test_plan_keeps_the_newest_record_of_a_part() -> None:
-    old, new, moved = (
+def test_the_newest_record_of_a_part_stands() -> None:
+    rows = [
         record(1).placed(1, 4096),
+        record(2).placed(1, 20480),
+        record(1, part=1).placed(1, 40960),
         record(1).placed(2, 4096),
         record(1).placed(2, 20480),
-    )
-    gone = record(2).placed(1, 20480)
-    plan = plan_rows(stored=[old, gone], found=[new, old, moved])
-    assert dict(plan.live) == {old.key: moved}
-    assert plan.put == (moved,)
-    assert plan.delete == (gone,)
+    ]
+    assert newest(RowTable.of(rows)).tolist() == [False, True, True, False, True]
 
 
-def test_plan_of_what_the_index_knows_changes_nothing() -> None:
+def test_hashes_that_only_begin_alike_are_two_blocks() -> None:
     rows = [record(n).placed(1, 4096 * 3 * n) for n in range(1, 5)]
-    plan = plan_rows(rows, reversed(rows))
-    assert (plan.put, plan.delete) == ((), ())
+    assert len({row.block_hash[:8] for row in rows}) == 1
+    assert newest(RowTable.of(rows)).all()
 
 
 def test_recovery_of_an_empty_directory_is_empty(tmp_path: Path) -> None:
-    found = recover(tmp_path, {}, 0, direct_io=True)
+    found = recover(tmp_path, IndexContent(), 0, direct_io=True)
     assert (found.segments, found.set_aside, found.highest_number) == ((), (), 0)

@@ -180,11 +180,11 @@ def test_read_with_another_rows_identity_is_an_error(tmp_path: Path) -> None:
     with store(tmp_path) as s:
         row, other = stored(s.tier.append([record(1), record(2)]))
         lies = [
-            dataclasses.replace(row, offset=other.offset),
-            dataclasses.replace(row, block_hash=block(2)),
-            dataclasses.replace(row, parent=block(5)),
-            dataclasses.replace(row, checksum=row.checksum ^ 1),
-            dataclasses.replace(row, length=row.length - 1),
+            row._replace(offset=other.offset),
+            row._replace(block_hash=block(2)),
+            row._replace(parent=block(5)),
+            row._replace(checksum=row.checksum ^ 1),
+            row._replace(length=row.length - 1),
         ]
         for lie in lies:
             with pytest.raises(CorruptionError):
@@ -195,9 +195,9 @@ def test_read_of_a_missing_or_cut_segment_is_an_os_error(tmp_path: Path) -> None
     with store(tmp_path) as s:
         row = stored(s.tier.append([record(1)]))[0]
         with pytest.raises(FileNotFoundError):
-            read(s.tier, dataclasses.replace(row, segment=77, checksum=row.checksum ^ 1))
+            read(s.tier, row._replace(segment=77, checksum=row.checksum ^ 1))
         with pytest.raises(OSError, match="file ends"):
-            read(s.tier, dataclasses.replace(row, offset=SEGMENT_BYTES))
+            read(s.tier, row._replace(offset=SEGMENT_BYTES))
 
 
 @pytest.mark.parametrize("target", [aligned_memory(4096), memoryview(bytes(8192))])
@@ -421,7 +421,7 @@ def test_local_index_that_cannot_write_is_a_failure_and_passes(
 
         with monkeypatch.context() as patch:
             patch.setattr(s.index, "put_rows", fail)
-            patch.setattr(s.index, "delete_rows", fail)
+            patch.setattr(s.index, "forget_rows", fail)
             assert isinstance(s.tier.append([record(3)])[0], SsdFailure)
             s.tier.forget(before[:1])
             s.tier.check_integrity()
