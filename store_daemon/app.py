@@ -29,6 +29,7 @@ from store_daemon.files import write_durably
 from store_daemon.grpc_server import GrpcParts, GrpcServer
 from store_daemon.http_server import HttpServer
 from store_daemon.life import Life
+from store_daemon.live_settings import Changes
 from store_daemon.local_index import LocalIndex
 from store_daemon.local_server import LocalServer, remove_stale_socket
 from store_daemon.metric_families import MetricSources
@@ -256,9 +257,17 @@ class Daemon:
             self._settings = changed
 
         reloader = Reloader(settings, self._load, apply, store.holdings.counters)
-        operators = operator_calls(servicer, self.stop, reloader.reload)
+
+        def reload() -> Changes:
+            self._manager.reloading()
+            try:
+                return reloader.reload()
+            finally:
+                self._manager.ready("serving")
+
+        operators = operator_calls(servicer, self.stop, reload)
         grpc.open_to(GrpcParts(publisher, store, address, operators))
-        self._reload = reloader.reload
+        self._reload = reload
         self.life.state = "serving"
         self._announce(publisher, servicer)
         endpoints_path = daemon.data_dir / ENDPOINTS_FILE

@@ -22,6 +22,7 @@ from emberkv_proto.types import BlockHash, EngineInfo
 from global_index.config import IndexSection
 from global_index.embedded import GlobalIndex
 from global_index.service import start_server
+from tests.helpers.certificates import Authority
 from tests.helpers.daemon_process import DaemonProcess
 from tests.helpers.store import chain, payload, small_namespace
 
@@ -283,6 +284,10 @@ def test_a_service_is_ready_when_it_serves_and_stops_in_order(
             assert words[0].startswith("STATUS=recovering: ")
             assert f"MAINPID={daemon.pid}" in words[-1]
             assert heard.recv(4096) == b"WATCHDOG=1"
+            daemon.hang_up()
+            for wanted in ("RELOADING=1\nMONOTONIC_USEC=", "READY=1"):
+                while not words[-1].startswith(wanted):
+                    words.append(heard.recv(4096).decode())
             address = daemon.endpoints["grpc_address"]
             assert run_with(["drain", "--wait", "20", "--address", address]) == 0
             assert "it has ended" in capsys.readouterr().out
@@ -328,3 +333,26 @@ def test_from_elsewhere_the_token_is_asked_for(
         address = ("--address", daemon.endpoints["grpc_address"])
         assert run_with(["status", *address, "--token-file", str(token)]) == 2
         assert "loopback only" in capsys.readouterr().err
+
+
+def test_with_mutual_tls_a_command_needs_a_certificate(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    authority = Authority(tmp_path)
+
+    def settings_of(name: str) -> dict[str, Path]:
+        files = authority.issue(name)
+        return {
+            "daemon.tls_cert_file": files.cert,
+            "daemon.tls_key_file": files.key,
+            "daemon.tls_ca_file": files.ca,
+        }
+
+    with DaemonProcess(tmp_path / "d", settings=settings_of("daemon")) as daemon:
+        address = ("--address", daemon.endpoints["grpc_address"])
+        mine = [w for k, v in settings_of("me").items() for w in ("--set", f"{k}={v}")]
+        assert run_with(["status", *address, *mine]) == 0
+        assert "serving" in capsys.readouterr().out
+        assert run_with(["status", *address]) == 1
+        assert run_with(["status", *address, *mine[:2]]) == 2
+        assert "go together" in capsys.readouterr().err
