@@ -181,8 +181,16 @@ class StoreMachine(RuleBasedStateMachine):
 
     # ---- reading ----
 
-    @rule(rank=RANK, seed=SEED, length=LENGTH, policy=st.sampled_from(AcquirePolicy))
-    def acquire(self, rank: int, seed: int, length: int, policy: AcquirePolicy) -> None:
+    @rule(
+        rank=RANK,
+        seed=SEED,
+        length=LENGTH,
+        policy=st.sampled_from(AcquirePolicy),
+        recompute=st.sampled_from([None, 1e-9, 1e-4, 10.0]),
+    )
+    def acquire(
+        self, rank: int, seed: int, length: int, policy: AcquirePolicy, recompute: float | None
+    ) -> None:
         session = self.sessions[rank]
         hashes = CHAINS[RANKS[rank][0]][seed][:length]
         lender = self.small.store.lender
@@ -196,7 +204,8 @@ class StoreMachine(RuleBasedStateMachine):
             return
         hashes = hashes[:fitting]
         readable, held = self._naive_hit(rank, hashes, now=True), self._naive_hit(rank, hashes)
-        lease = self.in_loop(lambda: self.small.store.acquire(session, hashes, policy, 30.0))
+        store = self.small.store
+        lease = self.in_loop(lambda: store.acquire(session, hashes, policy, 30.0, recompute))
         usable = lease.usable if lease is not None else 0
         assert readable <= usable <= held
         if policy is AcquirePolicy.BEST_EFFORT:

@@ -23,6 +23,7 @@ OTHERS = [
 ]
 READ_SECONDS = 0.3
 STATES = ("stock", "free_slots", "evictable", "held", "filling", "resting", "doomed", "overhead")
+FREE = ("stock", "free_slots")
 ROOM = {f"dram_{state}_bytes" for state in STATES}
 PATIENCE_SECONDS = 30.0
 
@@ -87,3 +88,8 @@ def test_a_drive_slower_than_computing_is_not_waited_for(tmp_path: Path) -> None
         room = {n: v for n, v in counters.items() if n in ROOM}
         assert sum(room.values()) == 4 * MIB, "every byte is free, evictable, or says why not"
         assert 0 < counters["ssd_read_bytes_per_second"] <= 65536 / READ_SECONDS
+        metrics = daemon.metrics()
+        assert metrics['emberkv_store_read_seconds{source="ssd"}'] >= READ_SECONDS
+        free = [metrics[f'emberkv_store_dram_free_bytes{{where="{w}"}}'] for w in FREE]
+        assert free == [counters[f"dram_{where}_bytes"] for where in FREE]
+        assert metrics["emberkv_store_dram_largest_free_bytes"] >= 65536 * any(free)
