@@ -17,6 +17,7 @@ from emberkv_proto.convert import (
     namespace_id_from_wire,
     page_to_wire,
     report_to_wire,
+    salt_ids_to_wire,
     u64s_to_wire,
 )
 from emberkv_proto.errors import InvalidRequestError, UnavailableError
@@ -168,6 +169,7 @@ class _Peer(store_pb2_grpc.PeerServicer):
                 offsets=u64s_to_wire([part.offset for part in grant.ranges]),
                 lengths=u64s_to_wire([part.length for part in grant.ranges]),
                 checksums=u64s_to_wire(grant.checksums),
+                salt_ids=salt_ids_to_wire(grant.salt_ids),
             )
         raise AssertionError("unreachable: an error aborts the call")
 

@@ -302,6 +302,7 @@ class Lender:
             namespace.parts,
             tuple(PoolRange(slot.offset, slot.payload_bytes) for slot in slots),
             tuple(slot.checksum for slot in slots),
+            tuple(block.salt_id for block in ready),
         )
 
     def _with_checksums(self, blocks: list[Block]) -> list[Block]:

@@ -12,7 +12,7 @@ import grpc
 from client_sdk import faults
 from client_sdk.index_client import CHANNEL_OPTIONS, ember_error
 from client_sdk.tls import Tls, open_channel
-from emberkv_proto.convert import hashes_to_wire, u64s_from_wire
+from emberkv_proto.convert import hashes_to_wire, salt_ids_from_wire, u64s_from_wire
 from emberkv_proto.errors import InvalidRequestError
 from emberkv_proto.layout import Namespace
 from emberkv_proto.types import BlockHash, Incarnation, NodeId
@@ -125,9 +125,10 @@ def _grant_from_wire(
         raise InvalidRequestError("peer's part lengths are not the namespace's")
     if any(o + n >= 1 << 63 for o, n in zip(offsets, lengths, strict=True)):
         raise InvalidRequestError("peer's offsets are out of range")
+    salt_ids = salt_ids_from_wire(message.salt_ids, usable)
     ranges = tuple(PoolRange(o, n) for o, n in zip(offsets, lengths, strict=True))
     return RemoteGrant(
-        PeerGrant(message.lease_id, usable, parts, ranges, tuple(checksums)),
+        PeerGrant(message.lease_id, usable, parts, ranges, tuple(checksums), salt_ids),
         TransportAddress(
             message.transport, message.transport_address, Incarnation(message.incarnation)
         ),

@@ -267,7 +267,7 @@ class PeerPuller:
                 return
             peer = self._connected(node_id, remote.source)
             try:
-                room = target.allot(namespace, parent, hashes[:usable])
+                room = target.allot(namespace, parent, hashes[:usable], remote.grant.salt_ids)
             except PoolFullError as error:
                 self._count_failure("no_room", error)
                 return

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from emberkv_proto.events import Event, Keys
 from emberkv_proto.layout import Namespace
-from emberkv_proto.types import BlockHash, NamespaceId, Tier, TierDigest
+from emberkv_proto.types import BlockHash, NamespaceId, SaltId, Tier, TierDigest
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +42,8 @@ class PeerGrant:
     parts: int
     ranges: tuple[PoolRange, ...]
     checksums: tuple[int, ...]
+    salt_ids: tuple[SaltId | None, ...] = ()
+    """Per usable block, whose quota it counts against."""
 
 
 class PeerStore(Protocol):
@@ -66,8 +68,14 @@ class PullTarget(Protocol):
     """Room for blocks that come from a peer. Called on the event loop."""
 
     def allot(
-        self, namespace: Namespace, parent: BlockHash | None, hashes: Sequence[BlockHash]
-    ) -> PullRoom: ...
+        self,
+        namespace: Namespace,
+        parent: BlockHash | None,
+        hashes: Sequence[BlockHash],
+        salt_ids: Sequence[SaltId | None] = (),
+    ) -> PullRoom:
+        """`salt_ids` says of each block whose quota it counts against; without, nobody's."""
+        ...
 
 
 class PullRoom(Protocol):

@@ -9,6 +9,7 @@ from emberkv_proto.types import BlockHash
 from store_daemon.block import Block, StoredNamespace
 from store_daemon.holdings import Holdings
 from store_daemon.ports import PoolRange
+from store_daemon.tenants import Tenant
 from store_daemon.tiers.slots import Slot
 
 
@@ -29,9 +30,10 @@ class StagedRun:
         block_hash: BlockHash,
         parent: BlockHash | None,
         slots: dict[int, Slot],
+        tenant: Tenant | None = None,
     ) -> None:
         for part in range(namespace.parts):
-            block = self._holdings.catalog.begin_part(namespace, block_hash, parent, part)
+            block = self._holdings.catalog.begin_part(namespace, block_hash, parent, part, tenant)
         self._blocks.append(block)
         self._slots.append(slots)
         self._ranges.append([PoolRange(s.offset, s.payload_bytes) for s in slots.values()])

@@ -11,6 +11,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import zip_longest
 
 from emberkv_proto.errors import (
     DrainingError,
@@ -401,21 +402,26 @@ class BlockStore:
         return self.lender.may_read(lease_id, offset, length)
 
     def allot(
-        self, namespace: Namespace, parent: BlockHash | None, hashes: Sequence[BlockHash]
+        self,
+        namespace: Namespace,
+        parent: BlockHash | None,
+        hashes: Sequence[BlockHash],
+        salt_ids: Sequence[SaltId | None] = (),
     ) -> PullRoom:
         """Stage the leading blocks that are nowhere here yet and for which there is room."""
         own = self._namespaces.enter(namespace)
         self.holdings.catalog.wake(hashes)
         run = StagedRun(self.holdings)
         self.holdings.queue.next_access()
-        for block_hash in hashes:
+        for block_hash, salt_id in zip_longest(hashes, salt_ids[: len(hashes)]):
             if block_hash in self.holdings.catalog.blocks or self.is_draining:
                 break
-            slots = self.holdings.take_all(own, range(own.parts))
+            tenant = self.holdings.tenants.of(salt_id)
+            slots = self.holdings.take_all(own, range(own.parts), tenant)
             if slots is None:
                 self.holdings.counters["no_space_pulls"] += 1
                 break
-            run.add(own, block_hash, parent, slots)
+            run.add(own, block_hash, parent, slots, tenant)
             parent = block_hash
         self.holdings.publish()
         self._trim_soon()

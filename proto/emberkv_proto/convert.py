@@ -84,6 +84,23 @@ def salt_id_from_wire(packed: bytes) -> SaltId | None:
     return SaltId(packed) if packed else None
 
 
+def salt_ids_to_wire(salt_ids: Sequence[SaltId | None]) -> bytes:
+    """16 bytes each, zeros for nobody; nothing when all are nobody's."""
+    if not any(salt_ids):
+        return b""
+    return b"".join(salt_id or bytes(SALT_ID_BYTES) for salt_id in salt_ids)
+
+
+def salt_ids_from_wire(packed: bytes, blocks: int) -> tuple[SaltId | None, ...]:
+    """One for each block. Raises InvalidRequestError on another length."""
+    if not packed:
+        return (None,) * blocks
+    if len(packed) != blocks * SALT_ID_BYTES:
+        raise InvalidRequestError(f"salt_ids has {len(packed)} bytes for {blocks} blocks")
+    each = (packed[at : at + SALT_ID_BYTES] for at in range(0, len(packed), SALT_ID_BYTES))
+    return tuple(SaltId(salt_id) if any(salt_id) else None for salt_id in each)
+
+
 def u64s_to_wire(values: Sequence[int] | npt.NDArray[np.uint64]) -> bytes:
     if len(values) < _FEW:
         return struct.pack(f"<{len(values)}Q", *values)

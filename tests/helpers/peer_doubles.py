@@ -23,6 +23,7 @@ from emberkv_proto.types import (
     NamespaceId,
     NodeHit,
     NodeId,
+    SaltId,
     Seq,
     Tier,
     TierDigest,
@@ -174,12 +175,18 @@ class MemoryTarget:
         self.room_blocks = room_blocks
         self.landed: dict[BlockHash, list[PoolRange]] = {}
         self.parents: list[BlockHash | None] = []
+        self.salt_ids: list[SaltId | None] = []
         self.open_rooms = 0
         self.is_full = False
 
     def allot(
-        self, namespace: Namespace, parent: BlockHash | None, hashes: Sequence[BlockHash]
+        self,
+        namespace: Namespace,
+        parent: BlockHash | None,
+        hashes: Sequence[BlockHash],
+        salt_ids: Sequence[SaltId | None] = (),
     ) -> MemoryRoom:
+        self.salt_ids += salt_ids
         if self.is_full:
             raise PoolFullError("no slot is free")
         self.parents.append(parent)

@@ -461,7 +461,7 @@ class PeerAcquireRequest(_message.Message):
     def __init__(self, namespace_id: _Optional[bytes] = ..., hashes: _Optional[bytes] = ..., lease_seconds: _Optional[float] = ..., requester: _Optional[str] = ...) -> None: ...
 
 class PeerAcquireResponse(_message.Message):
-    __slots__ = ("lease_id", "incarnation", "transport", "transport_address", "usable_blocks", "parts", "offsets", "lengths", "checksums")
+    __slots__ = ("lease_id", "incarnation", "transport", "transport_address", "usable_blocks", "parts", "offsets", "lengths", "checksums", "salt_ids")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
@@ -471,6 +471,7 @@ class PeerAcquireResponse(_message.Message):
     OFFSETS_FIELD_NUMBER: _ClassVar[int]
     LENGTHS_FIELD_NUMBER: _ClassVar[int]
     CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    SALT_IDS_FIELD_NUMBER: _ClassVar[int]
     lease_id: int
     incarnation: int
     transport: str
@@ -480,7 +481,8 @@ class PeerAcquireResponse(_message.Message):
     offsets: bytes
     lengths: bytes
     checksums: bytes
-    def __init__(self, lease_id: _Optional[int] = ..., incarnation: _Optional[int] = ..., transport: _Optional[str] = ..., transport_address: _Optional[str] = ..., usable_blocks: _Optional[int] = ..., parts: _Optional[int] = ..., offsets: _Optional[bytes] = ..., lengths: _Optional[bytes] = ..., checksums: _Optional[bytes] = ...) -> None: ...
+    salt_ids: bytes
+    def __init__(self, lease_id: _Optional[int] = ..., incarnation: _Optional[int] = ..., transport: _Optional[str] = ..., transport_address: _Optional[str] = ..., usable_blocks: _Optional[int] = ..., parts: _Optional[int] = ..., offsets: _Optional[bytes] = ..., lengths: _Optional[bytes] = ..., checksums: _Optional[bytes] = ..., salt_ids: _Optional[bytes] = ...) -> None: ...
 
 class PeerReleaseRequest(_message.Message):
     __slots__ = ("lease_id",)

@@ -315,3 +315,26 @@ async def test_a_block_found_wrong_while_it_is_read_is_not_there_after_a_kill(
     again.check_integrity()
     assert in_dram(again, hashes) == [True, True, False]
     await again.close()
+
+
+async def test_a_block_that_comes_from_a_peer_counts_against_its_tenant(
+    small: SmallStore, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    hashes = chain(SPACE, 3)
+    small.put(small.open(SPACE), hashes[:1])
+    small.put(small.open(SPACE), hashes[1:], hashes[0], ANN)
+    grant = await small.store.peer_acquire(SPACE.id, hashes, 1.0, "node-2")
+    assert grant.salt_ids == (None, ANN, ANN)
+    small.store.peer_release(grant.lease_id)
+
+    there = SmallStore(tmp_path_factory.mktemp("there"))
+    there.store.operations.set_quota(ANN, Quota(dram_bytes=SLOT))
+    room = there.store.allot(SPACE, None, hashes, grant.salt_ids)
+    assert len(room.ranges) == 2
+    assert there.store.holdings.counters["no_space_pulls"] == 1
+    there.check_integrity()
+    assert [(u.salt_id, u.dram_bytes) for u in there.store.operations.usage()] == [(ANN, SLOT)]
+    room.close()
+    there.check_integrity()
+    assert there.store.operations.usage()[0].dram_bytes == 0
+    await there.close()

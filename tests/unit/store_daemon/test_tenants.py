@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from emberkv_proto.convert import salt_id_from_wire
+from emberkv_proto.convert import salt_id_from_wire, salt_ids_from_wire, salt_ids_to_wire
 from emberkv_proto.errors import InvalidRequestError
 from emberkv_proto.hashing import salt_id
 from emberkv_proto.types import SaltId
@@ -27,6 +27,14 @@ def test_a_salt_id_is_16_bytes_of_blake3_and_no_salt_is_nobody() -> None:
     assert salt_id_from_wire(ANN) == ANN
     with pytest.raises(InvalidRequestError, match="salt_id has 15 bytes"):
         salt_id_from_wire(b"a" * 15)
+
+
+def test_salt_ids_of_a_peers_blocks_survive_the_wire_and_nobodys_cost_nothing() -> None:
+    for salt_ids in ((), (ANN,), (None, ANN, None, BEN)):
+        assert salt_ids_from_wire(salt_ids_to_wire(salt_ids), len(salt_ids)) == salt_ids
+    assert salt_ids_to_wire((None,) * 1000) == b""
+    with pytest.raises(InvalidRequestError, match="32 bytes for 3 blocks"):
+        salt_ids_from_wire(ANN + BEN, 3)
 
 
 def test_a_tenant_over_its_quota_is_known_until_it_is_below_it_again() -> None:
