@@ -28,6 +28,8 @@ from store_daemon.tiers.ssd import SsdFailure, SsdRecord, SsdRow, SsdTier
 
 log = logging.getLogger(__name__)
 BATCH_BLOCKS = 256
+RUN_BLOCKS = 32
+"""Blocks of a chain that are ordered with the victim at its end (on_evict)."""
 BATCH_BYTES = 64 << 20
 LONGEST_WAIT_SECONDS = 0.25
 """For the byte rate of the drives; then it is seen whether the daemon ends."""
@@ -126,7 +128,7 @@ class WritebackQueue:
         # A chain leaves from its end, and what stands before it goes next: one trip for all.
         run = [victim]
         blocks = self._holdings.catalog.blocks
-        while len(run) < BATCH_BLOCKS:
+        while len(run) < RUN_BLOCKS:
             above = blocks.get(run[-1].parent) if run[-1].parent is not None else None
             if above is None or not above.in_dram or above.is_saved or above in self._queued:
                 break
