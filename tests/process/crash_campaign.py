@@ -47,7 +47,7 @@ LOAD_SECONDS = 0.5
 """Longest time from the start of the load to the kill."""
 EXIT_SECONDS = 2.0
 """How long a fault may take to happen; then the daemon is killed."""
-SETTLE_SECONDS = 30.0
+SETTLE_SECONDS = 90.0
 MANY = 1 << 15
 ROOMY_CHAINS = 40
 """Chains that a thread writes in a round where there is room for all."""
