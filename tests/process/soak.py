@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -38,6 +39,8 @@ CHAIN_BLOCKS = 6
 DRAM_BLOCKS = 600
 SSD_BLOCKS = 1800
 WORKING_SET = 1.05
+LEASE_SECONDS = 30.0
+"""Longer than a busy machine may keep a session from its heartbeat."""
 CHECK_SECONDS = 2.0
 WARM_FRACTION = 0.3
 """After this part of the time the daemon is as large as it will be."""
@@ -114,7 +117,10 @@ def run_client(socket_path: str, seed: int, chains: int, ends_at: float) -> None
 
 def run_soak(directory: Path, seconds: float, seed: int) -> Report:
     report = Report(seconds)
-    with Cluster(directory, dram_blocks=DRAM_BLOCKS, ssd_blocks=SSD_BLOCKS) as cluster:
+    settings = {"daemon.lease_seconds": LEASE_SECONDS}
+    with Cluster(
+        directory, dram_blocks=DRAM_BLOCKS, ssd_blocks=SSD_BLOCKS, settings=settings
+    ) as cluster:
         (node,) = cluster.nodes
         descriptors_before = descriptors(node.pid)
         with node.operator() as operator:
@@ -219,10 +225,14 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 31))
     options = parser.parse_args(arguments)
-    with tempfile.TemporaryDirectory(prefix="emberkv-soak-") as directory:
-        report = run_soak(Path(directory), 60 * options.minutes, options.seed)
+    directory = Path(tempfile.mkdtemp(prefix="emberkv-soak-"))
+    report = run_soak(directory, 60 * options.minutes, options.seed)
     for finding in report.findings:
         print(finding)
+    if report.findings:
+        print(f"the cluster's files are kept in {directory}")
+    else:
+        shutil.rmtree(directory)
     print(f"soak {'FAILED' if report.findings else 'ok'}: seed {options.seed}, {report}")
     return 1 if report.findings else 0
 
