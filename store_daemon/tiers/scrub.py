@@ -48,7 +48,9 @@ class Scrubber:
         """Check the next records, at least one, until so many bytes were read."""
         done = ScrubStep()
         while done.read_bytes < most_bytes:
-            if not self._todo and not self._next_segment():
+            if not self._todo:
+                if self._next_segment():
+                    continue  # it may have no live row
                 self.restart()
                 done.is_end = True
                 break

@@ -116,3 +116,16 @@ def test_a_pass_over_nothing_ends_at_once(tmp_path: Path) -> None:
     with store(tmp_path) as s:
         done = s.tier.scrub(1 << 20)
         assert (done.records, done.is_end) == (0, True)
+
+
+@pytest.mark.parametrize("most_bytes", [1, 1 << 20])
+def test_segments_of_which_no_row_lives_are_passed_over(tmp_path: Path, most_bytes: int) -> None:
+    with store(tmp_path) as s:
+        rows = stored(s.tier.append([record(n, 12_000) for n in range(1, 31)]))
+        first, *between, last = sorted({row.segment for row in rows})
+        assert len(between) >= 3
+        s.tier.forget([row for row in rows if row.segment in (first, *between[1:])])
+        done = whole_pass(s.tier, most_bytes)
+        assert done.records == sum(row.segment in (between[0], last) for row in rows)
+        s.tier.forget(rows)
+        assert whole_pass(s.tier, most_bytes).records == 0
