@@ -42,6 +42,8 @@ WORKING_SET = 1.05
 LEASE_SECONDS = 30.0
 """Longer than a busy machine may keep a session from its heartbeat."""
 CHECK_SECONDS = 2.0
+RING_EVENTS = 1024
+"""Full soon: a ring that fills is no leak, but would look like one."""
 WARM_FRACTION = 0.3
 """After this part of the time the daemon is as large as it will be."""
 GROWTH_BYTES = 8 << 20
@@ -117,7 +119,11 @@ def run_client(socket_path: str, seed: int, chains: int, ends_at: float) -> None
 
 def run_soak(directory: Path, seconds: float, seed: int) -> Report:
     report = Report(seconds)
-    settings = {"daemon.lease_seconds": LEASE_SECONDS}
+    settings = {
+        "daemon.lease_seconds": LEASE_SECONDS,
+        "daemon.event_ring_events": RING_EVENTS,
+        "ssd.scrub_bytes_per_second": 1 << 20,
+    }
     with Cluster(
         directory, dram_blocks=DRAM_BLOCKS, ssd_blocks=SSD_BLOCKS, settings=settings
     ) as cluster:
