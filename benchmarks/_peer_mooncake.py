@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks._peer_client import BATCH, BlockPeer, Bytes
-from benchmarks._workers import serve, timed
+from benchmarks._workers import page_memory, serve, timed
 
 MIB = 1 << 20
 ARENA_BYTES = 512 * MIB
@@ -54,7 +54,7 @@ class MooncakePeer(BlockPeer):
                 )
             )
             self._config.preferred_segment = self._store.get_hostname()  # not over the network
-            self._arena = np.empty(ARENA_BYTES, np.uint8)
+            self._arena = np.frombuffer(page_memory(ARENA_BYTES), np.uint8)
             self._base = self._arena.ctypes.data
         self._require(self._store.register_buffer(self._base, ARENA_BYTES))
         self._arena[:] = 0

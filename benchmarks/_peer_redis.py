@@ -9,7 +9,7 @@ from importlib import import_module
 import numpy as np
 
 from benchmarks._peer_client import BlockPeer, Bytes
-from benchmarks._workers import serve
+from benchmarks._workers import page_memory, serve
 
 
 class RedisPeer(BlockPeer):
@@ -20,7 +20,8 @@ class RedisPeer(BlockPeer):
         self._redis = import_module("redis").Redis(unix_socket_path=socket_path, socket_timeout=60)
 
     def buffers(self, byte_count: int) -> tuple[Bytes, Bytes]:
-        return np.empty(byte_count, np.uint8), np.empty(byte_count, np.uint8)
+        source, target = (np.frombuffer(page_memory(byte_count), np.uint8) for _ in range(2))
+        return source, target
 
     def put_batch(self, keys: Sequence[str]) -> None:
         size = self.block_bytes

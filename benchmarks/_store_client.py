@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks._workers import serve, timed
-from client_sdk import SyncClient, gather_from_pages, scatter_into_pages
+from benchmarks._workers import page_memory, serve, timed
+from client_sdk import StagedWrite, SyncClient, gather_from_pages, scatter_into_pages
 from emberkv_proto.hashing import checksum
 from emberkv_proto.layout import Group, GroupKind, KvLayout, Namespace
 from emberkv_proto.types import AcquirePolicy, BlockHash
@@ -70,8 +70,11 @@ class StoreClient:
             timeout_seconds=TIMEOUT_SECONDS,
         )
         self._client.prefault(TIMEOUT_SECONDS)
-        self._source = np.frombuffer(os.urandom(BATCH * block_bytes), np.uint8)
-        self._target = np.zeros_like(self._source)
+        self._source, self._target = (
+            np.frombuffer(page_memory(BATCH * block_bytes), np.uint8) for _ in range(2)
+        )
+        self._source[:] = np.frombuffer(os.urandom(self._source.nbytes), np.uint8)
+        self._target[:] = 0
         self._from, self._to = (
             [buffer[i * block_bytes : (i + 1) * block_bytes].data for i in range(BATCH)]
             for buffer in (self._source, self._target)
@@ -84,15 +87,24 @@ class StoreClient:
 
     def put(self, batches: int) -> dict[str, Any]:
         """Stage, copy, commit; checksums are brought along."""
-        return self._put([fresh_chain(BATCH) for _ in range(batches)], self._sums)
+        return self._put(
+            [fresh_chain(BATCH) for _ in range(batches)],
+            lambda write: write.commit(checksums=self._sums),
+        )
+
+    def put_unsummed(self, batches: int) -> dict[str, Any]:
+        """As `put`, and the daemon computes the checksums when it has time."""
+        return self._put(
+            [fresh_chain(BATCH) for _ in range(batches)], lambda write: write.commit_unsummed()
+        )
 
     def put_and_sum(self, batches: int) -> dict[str, Any]:
         """As `put`, and the SDK computes the checksums."""
-        return self._put([fresh_chain(BATCH) for _ in range(batches)], None)
+        return self._put([fresh_chain(BATCH) for _ in range(batches)], lambda write: write.commit())
 
     def keep(self) -> None:
         """Put what `get` will get."""
-        self._put(self._kept, self._sums)
+        self._put(self._kept, lambda write: write.commit(checksums=self._sums))
 
     def get(self, batches: int) -> dict[str, Any]:
         """Acquire, copy, release."""
@@ -102,9 +114,7 @@ class StoreClient:
             for _ in range(batches):
                 chain = next(self._next_kept)
                 with client.acquire(chain, policy=AcquirePolicy.BEST_EFFORT) as lease:
-                    for i, part in enumerate(self._to):
-                        part[:] = lease.view(i)
-                    lease.require_valid()
+                    lease.read_into(self._target)
 
         return timed(batches * self._source.nbytes, work)
 
@@ -132,15 +142,16 @@ class StoreClient:
         assert self._client is not None, "prepare comes first"
         return self._client
 
-    def _put(self, chains: Sequence[list[BlockHash]], sums: Sequence[int] | None) -> dict[str, Any]:
+    def _put(
+        self, chains: Sequence[list[BlockHash]], commit: Callable[[StagedWrite], int]
+    ) -> dict[str, Any]:
         client = self._connected()
 
         def work() -> None:
             for chain in chains:
                 with client.stage(chain) as write:
-                    for i, part in enumerate(self._from):
-                        write.view(i)[:] = part
-                    if write.commit(range(BATCH), sums) != BATCH:
+                    write.write_from(self._source)
+                    if commit(write) != BATCH:
                         raise AssertionError("the store did not take the whole batch")
 
         return timed(len(chains) * self._source.nbytes, work)
@@ -173,14 +184,24 @@ class PagedClient:
         self._threads = ThreadPoolExecutor(threads) if threads > 1 else None
         shape = (2, PAGES, PAGE_TOKENS, HEADS, DIM)
         self._random = np.random.default_rng(1)
-        self._source = [self._random.integers(0, 1 << 16, shape, np.uint16) for _ in range(layers)]
-        self._target = [np.ones(shape, np.uint16) for _ in range(layers)]
+        self._source, self._target = (
+            [
+                np.frombuffer(page_memory(2 * PAGES * PAGE_BYTES), np.uint16).reshape(shape)
+                for _ in range(layers)
+            ]
+            for _ in range(2)
+        )
+        for layer, other in zip(self._source, self._target, strict=True):
+            layer[:] = self._random.integers(0, 1 << 16, shape, np.uint16)
+            other[:] = 1
         self._sums = [
             checksum(b"".join(layer[kv, page].tobytes() for layer in self._source for kv in (0, 1)))
             for page in range(PAGES)
         ]
         self._plain = places(BATCH * self._block_bytes, self._block_bytes)[0]
-        self._staging = np.ones((BATCH, self._block_bytes), np.uint8)
+        staging = page_memory(BATCH * self._block_bytes)
+        self._staging = np.frombuffer(staging, np.uint8).reshape(BATCH, -1)
+        self._staging[:] = 1
         self._stored: list[BlockHash] = []
         self._pages: list[int] = []
 
@@ -246,6 +267,7 @@ def main(socket_path: str) -> None:
             {
                 "prepare": blocks.prepare,
                 "put": blocks.put,
+                "put_unsummed": blocks.put_unsummed,
                 "put_and_sum": blocks.put_and_sum,
                 "keep": blocks.keep,
                 "get": blocks.get,
