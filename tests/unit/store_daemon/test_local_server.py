@@ -41,7 +41,7 @@ class RawClient:
         self._buffer = b""
 
     async def send(self, raw: bytes) -> None:
-        await asyncio.wait_for(self._loop.sock_sendall(self.sock, raw), 5)
+        await asyncio.wait_for(self._loop.sock_sendall(self.sock, raw), 50)
 
     async def frame(self) -> tuple[Method, int, int, bytes]:
         """Method, status, request id and payload of the next answer."""
