@@ -10,21 +10,22 @@ import json
 import subprocess
 import tempfile
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks._figure import Figure
 from benchmarks._traces import Trace
 
-REQUIREMENT = "kvcache-simulator==0.1.3"
 BLOCK_TOKENS = 512
 MODEL = ("--model", "deepseek-r1", "--kv-precision", "fp8_int8")
 GIB = 1 << 30
 BLOCK_BYTES = BLOCK_TOKENS * 35_136
 """Of that model, as the tool reckons it."""
 TIMEOUT_SECONDS = 600.0
-POINTS = 0.1
-"""Percentage points by which the two may differ."""
+OUR_NAMES = {"fifo": "fifo", "lru": "lru", "optimal": "hindsight"}
+SHARE = 0.001
+"""Part by which the two may differ: both count the same blocks, so by rounding alone."""
 
 
 def fifo_hit_rate(trace: Trace, capacity: int) -> float:
@@ -92,3 +93,28 @@ def peer_hit_rates(
         }
         for point in points
     }
+
+
+def checks(
+    executable: Path,
+    trace: Trace,
+    sizes: Sequence[int],
+    ours: Callable[[str, int], float],
+) -> Iterator[Figure]:
+    """Our hit rate over the tool's, for each size and each of FIFO, LRU and Belady's MIN.
+
+    Args:
+        ours: our hit rate in percent by name ("fifo", "lru", "hindsight") and blocks.
+    """
+    for capacity, rates in peer_hit_rates(executable, trace, sizes).items():
+        for name, rate in rates.items():
+            yield Figure(
+                f"check_{trace.name}_{capacity}_blocks_{OUR_NAMES[name]}",
+                round(ours(OUR_NAMES[name], capacity), 2),
+                "%",
+                "kvcache-simulator 0.1.3",
+                round(rate, 2),
+                1,
+                at_least=1 - SHARE,
+                at_most=1 + SHARE,
+            )

@@ -47,6 +47,12 @@ REDIS = Peer(
     "import redis, hiredis, shutil, sys; sys.exit(not shutil.which('redis-server'))",
     "redis-server must be on the PATH; Debian: apt-get install redis-server",
 )
+KVCACHE_SIMULATOR = Peer(
+    "kvcache-simulator",
+    ("kvcache-simulator==0.1.3",),
+    "import kvcache_sim",
+    "it needs Python 3.10 or newer",
+)
 
 
 class PeerUnavailableError(Exception):

@@ -14,7 +14,9 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from benchmarks._figure import Figure
+from benchmarks._figure import Figure, Line, NotAvailable, default_peers_dir
+from benchmarks._kvcache_simulator import checks, fifo_hit_rate
+from benchmarks._peers import KVCACHE_SIMULATOR, PeerUnavailableError, installed
 from benchmarks._traces import Request, Trace, conversations, read_trace, traces_beside_checkout
 from emberkv_proto.layout import Group, GroupKind, Namespace
 from emberkv_proto.types import BlockHash
@@ -170,19 +172,50 @@ def measure(traces: Sequence[Trace], sizes: Sequence[int]) -> Iterator[Figure]:
                 )
 
 
+def check(traces: Sequence[Trace], sizes: Sequence[int], peers_dir: Path) -> Iterator[Line]:
+    """This simulator against one that others wrote."""
+    try:
+        executable = installed(KVCACHE_SIMULATOR, peers_dir) / "kvcache-simulator"
+    except PeerUnavailableError as error:
+        yield NotAvailable(KVCACHE_SIMULATOR.name, str(error))
+        return
+    for trace in traces:
+
+        def ours(name: str, capacity: int, trace: Trace = trace) -> float:
+            if name == "fifo":
+                return fifo_hit_rate(trace, capacity)
+            if name == "hindsight":
+                return best_hit_rate(trace, capacity)
+            return policy_hit_rate(trace, POLICIES[name](), capacity)
+
+        yield from checks(executable, trace, sizes, ours)
+
+
 def run() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.eviction")
     parser.add_argument("--quick", action="store_true", help="one size, at most a minute")
     parser.add_argument("--trace", type=Path, action="append", help="a trace in Mooncake's format")
+    parser.add_argument(
+        "--peers", action="store_true", help="check LRU, FIFO and MIN against kvcache-simulator"
+    )
+    parser.add_argument("--peers-dir", type=Path, default=default_peers_dir())
     arguments = parser.parse_args()
     if arguments.trace:
         traces = [read_trace(path) for path in arguments.trace]
     else:
         traces = traces_beside_checkout() or [conversations()]
     began = time.monotonic()
-    for figure in measure(traces, QUICK_SIZES if arguments.quick else SIZES):
-        print(figure.to_json(), flush=True)
+    sizes = QUICK_SIZES if arguments.quick else SIZES
+    lines: Iterator[Line] = measure(traces, sizes)
+    if arguments.peers:
+        lines = check(traces, sizes, arguments.peers_dir)
+    missed = False
+    for line in lines:
+        print(line.to_json(), flush=True)
+        missed |= not line.is_ok
     print(f"{time.monotonic() - began:.0f} s", file=sys.stderr)
+    if missed:
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks._kvcache_simulator import fifo_hit_rate
 from benchmarks._traces import Request, Trace, conversations, read_trace
 from benchmarks.eviction import best_hit_rate, policy_hit_rate
 from store_daemon.policies import POLICIES
@@ -27,6 +28,11 @@ def test_lru_and_hindsight_on_a_sequence_by_hand() -> None:
     assert best_hit_rate(trace, 2) == pytest.approx(100 * 2 / 6), "it keeps two of the three"
     assert policy_hit_rate(trace, LruPolicy(), 3) == pytest.approx(50)
     assert best_hit_rate(trace, 3) == pytest.approx(50)
+
+
+def test_fifo_lets_the_oldest_go_whoever_follows_it() -> None:
+    assert fifo_hit_rate(singles([1, 2, 1, 3, 1, 2]), 2) == pytest.approx(100 / 6), "only 1, 2, 1"
+    assert fifo_hit_rate(singles([1, 2, 1, 3, 1, 2]), 3) == pytest.approx(50)
 
 
 def test_hindsight_equals_the_best_of_all_choices() -> None:
