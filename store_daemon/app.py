@@ -146,6 +146,9 @@ class Daemon:
         stack.push_async_callback(grpc.stop, GRPC_GRACE_SECONDS)
         grpc_address = await grpc.start()
 
+        # What comes now is much and stays: looking for garbage meanwhile costs and finds none.
+        gc.disable()
+        stack.callback(gc.enable)
         opener = stack.enter_context(ThreadPoolExecutor(1, "ember-open"))
         index = await self._opened(
             stack, opener, "reading the local index", partial(_open_index, settings)
@@ -233,6 +236,7 @@ class Daemon:
         gc.set_threshold(*COLLECTOR_THRESHOLDS)
         gc.collect()
         gc.freeze()
+        gc.enable()
         stack.callback(gc.unfreeze)
         await server.start()
         silence = asyncio.get_running_loop().create_task(_cut_silent(server))

@@ -83,13 +83,13 @@ class SleepingBlocks:
 
     def bytes_by_salt(self) -> dict[SaltId, int]:
         """What the records of the blocks that sleep take, for each tenant. O(rows), in C."""
-        packed = self._table.packed[self._asleep]
+        packed = self._table.packed
         salts = np.ascontiguousarray(packed["salt_id"]).view("<u8").reshape(-1, 2)
-        salted = salts.any(axis=1)
-        if not salted.any():
+        salted = np.flatnonzero(salts.any(axis=1) & self._asleep)
+        if not len(salted):
             return {}
-        salts, packed = salts[salted], packed[salted]
-        sizes = record_sizes(packed["length"])
+        salts = salts[salted]
+        sizes = record_sizes(packed["length"][salted])
         # By the first half of the id; where two tenants share that, row by row.
         words, firsts, inverse = np.unique(salts[:, 0], return_index=True, return_inverse=True)
         if (salts[firsts, 1][inverse] == salts[:, 1]).all():
