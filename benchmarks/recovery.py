@@ -82,6 +82,8 @@ class Life:
     """How one start of the daemon went."""
 
     seconds: float
+    cpu_seconds: float
+    """Of the daemon until then: what a busy machine changes less."""
     announced: float
     """Of the blocks that must be there, the part that a snapshot shows."""
 
@@ -219,14 +221,21 @@ def live(node: Node, stored: list[BlockHash]) -> Life:
     try:
         wait_until_serving(node, process)
         seconds = time.monotonic() - began
+        cpu = cpu_seconds(process.pid)
         announced = share_announced(node, stored)
         with SyncClient(node.socket_path, node.namespace, timeout_seconds=30.0) as client:
             read_back(node, client)
             stored += store_more(node, client)
-        return Life(seconds, announced)
+        return Life(seconds, cpu, announced)
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()
+
+
+def cpu_seconds(pid: int) -> float:
+    """What a process has used so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def share_announced(node: Node, stored: Sequence[BlockHash]) -> float:
@@ -297,6 +306,14 @@ def measure(options: Options) -> Iterator[Figure]:
             TARGET_SECONDS,
             repeats,
             at_most=1.0,
+        )
+        yield Figure(
+            f"recovery_{name}_cpu",
+            statistics.median(life.cpu_seconds for life in lives),
+            "s of CPU until serving",
+            "the time from start to serving",
+            statistics.median(life.seconds for life in lives),
+            repeats,
         )
         yield Figure(
             f"recovery_{name}_announced",
