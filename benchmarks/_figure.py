@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import sys
 import time
@@ -137,10 +138,15 @@ def main(name: str, measure: Callable[[Options], Iterable[Line]]) -> None:
     arguments = parser.parse_args()
     options = Options(arguments.quick, arguments.peers_dir if arguments.peers else None)
     missed: list[str] = []
-    for line in measure(options):
-        print(line.to_json(), flush=True)
-        if not line.is_ok:
-            missed.append(line.name)
+    # As by Ctrl-C: what was started is ended on the way out.
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        for line in measure(options):
+            print(line.to_json(), flush=True)
+            if not line.is_ok:
+                missed.append(line.name)
+    finally:
+        signal.signal(signal.SIGTERM, before)
     if missed:
         print(f"targets missed: {', '.join(missed)}", file=sys.stderr)
         raise SystemExit(1)

@@ -151,4 +151,7 @@ class LmcachePeer:
 if __name__ == "__main__":
     peer = LmcachePeer(sys.argv[1])
     names = [name for name in vars(LmcachePeer) if not name.startswith("_")]
-    serve({name: getattr(peer, name) for name in names})
+    try:
+        serve({name: getattr(peer, name) for name in names})
+    finally:
+        peer.close()  # or its shared memory stays

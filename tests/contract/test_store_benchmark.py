@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -92,6 +94,28 @@ def test_runs_take_turns_and_each_begins_a_round() -> None:
 
     assert median_values([lambda: run("a"), lambda: run("b")], 3) == [4.0, 3.0]
     assert "".join(order) == "abbaab"
+
+
+def test_a_run_that_is_told_to_end_cleans_up_first(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ended: list[str] = []
+
+    def measure(options: Options) -> Iterator[Line]:
+        try:
+            yield Figure("first", 1.0, "GB/s", "memcpy", 1.0, 3)
+            os.kill(os.getpid(), signal.SIGTERM)
+            yield Figure("second", 1.0, "GB/s", "memcpy", 1.0, 3)
+        finally:
+            ended.append("servers")
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(sys, "argv", ["bench"])
+    with pytest.raises(SystemExit, match="143"):
+        main("bench", measure)
+    assert ended == ["servers"]
+    assert "second" not in capsys.readouterr().out
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 @pytest.mark.parametrize(
