@@ -153,8 +153,10 @@ class Scrubbing:
             await asyncio.sleep(YIELD_SECONDS)
 
     def _lose(self, rows: Iterable[SsdRow]) -> None:
+        catalog = self._holdings.catalog
         for row in rows:
-            block = self._holdings.catalog.blocks.get(row.block_hash)
+            catalog.wake((row.block_hash,))
+            block = catalog.blocks.get(row.block_hash)
             if block is None or row.part >= len(block.rows) or block.rows[row.part] != row:
                 continue  # forgotten or replaced meanwhile
             self._holdings.lose_ssd(block)

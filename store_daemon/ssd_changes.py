@@ -25,11 +25,11 @@ def advise(ssd: SsdTier, holdings: Holdings) -> None:
 
 def follow(holdings: Holdings, changes: TierChanges) -> None:
     """Rows that went leave their blocks, those that moved stay. The caller publishes."""
-    holdings.drop_rows(changes.gone)
-    holdings.drop_rows(changes.lost)
-    for move in changes.moved:
+    for move in changes.moved:  # first: what moved may have gone from there
         if not holdings.catalog.move_row(move.old, move.new):
             holdings.rows_to_forget.append(move.new)
+    holdings.drop_rows(changes.gone)
+    holdings.drop_rows(changes.lost)
 
 
 def take_found(

@@ -19,7 +19,7 @@ class Moved:
 
 @dataclass(slots=True)
 class TierChanges:
-    """In the order to follow them: first what went, then what moved, then what came back."""
+    """To be followed like this: first what moved, then what went, then what came back."""
 
     gone: list[SsdRow] = field(default_factory=list)
     """Reclaimed."""

@@ -12,6 +12,8 @@ from emberkv_proto.types import Tier
 from store_daemon import scrubbing
 from store_daemon.config import SsdSection
 from store_daemon.sessions import Session
+from store_daemon.ssd_changes import follow
+from store_daemon.tiers.changes import Moved, TierChanges
 from tests.helpers.store import SmallStore, chain, small_namespace
 
 NAMESPACE = small_namespace()
@@ -172,6 +174,45 @@ async def test_scrub_drops_bad_records_before_a_reader_meets_them(make: Make) ->
     assert small.store.holdings.rows_to_forget == bad
     await small.flush()
     assert small.ssd.live_records == 10
+
+
+async def test_scrub_drops_a_bad_record_of_a_block_that_sleeps(make: Make, tmp_path: Path) -> None:
+    small = make()
+    await stored(small)
+    await small.close()
+    (tmp_path / "pool").unlink()
+    small = make()
+    catalog = small.store.holdings.catalog
+    assert small.ssd is not None
+    assert small.store.scrubbing is not None
+    assert catalog.sleeping is not None
+    assert len(catalog.sleeping) == len(HASHES)
+    row = catalog.sleeping.rows()[0]
+    path = small.ssd.segment_path(row)
+    content = bytearray(path.read_bytes())
+    content[row.offset + 4096] ^= 1
+    path.write_bytes(content)
+    await small.store.scrubbing.step()
+    assert small.store.holdings.counters["scrub_corrupt"] == 1
+    assert small.store.holdings.blocks_of(Tier.SSD) == len(HASHES) - 1
+    assert row.block_hash not in catalog.sleeping
+    small.check_integrity()
+
+
+async def test_a_record_that_moved_and_went_in_one_step_is_not_named(make: Make) -> None:
+    small = make()
+    await stored(small)
+    holdings = small.store.holdings
+    block = holdings.catalog.blocks[HASHES[0]]
+    old = block.rows[0]
+    assert old is not None
+    new = old._replace(segment=old.segment + 1)
+    follow(holdings, TierChanges(moved=[Moved(old, new)], gone=[new]))
+    assert not block.in_ssd
+    assert block.rows == [None]
+    holdings.publish()
+    holdings.rows_to_forget.append(old)
+    small.check_integrity()
 
 
 async def test_a_bad_record_whose_block_is_in_dram_is_written_anew(make: Make) -> None:
