@@ -130,13 +130,13 @@ class EvictionQueue:
     def offer(self, block: Block) -> None:
         """Queue a block that has become a candidate."""
         assert not block.is_queued
-        if block.tenant is not None:
-            block.tenant.in_dram.offer(block)
         try:
             self._push(block)
         except _PolicyFailedError:
             self._fall_back()
             self._push(block)
+        if block.tenant is not None:
+            block.tenant.in_dram.offer(block)  # queued by now, so its entry is not stale
 
     def withdraw(self, block: Block) -> None:
         """The block is no candidate at present. It is offered again when it becomes one."""

@@ -96,6 +96,10 @@ class Operations:
             except OSError as error:
                 raise UnavailableError(f"hard pins cannot be kept: {error}") from None
             pins.pin_hard(blocks)
+            again = {block.hash for block in blocks}
+            self._holdings.lost_pins[:] = [
+                lost for lost in self._holdings.lost_pins if lost[1] not in again
+            ]
         else:
             if not 0 < ttl_seconds <= LONGEST_SOFT_PIN_SECONDS:
                 raise InvalidRequestError(

@@ -338,3 +338,29 @@ async def test_a_block_that_comes_from_a_peer_counts_against_its_tenant(
     there.check_integrity()
     assert there.store.operations.usage()[0].dram_bytes == 0
     await there.close()
+
+
+async def test_a_tenant_finds_each_of_its_many_victims(tmp_path: Path) -> None:
+    small = SmallStore(tmp_path, extents=24)
+    session = small.open(SPACE)
+    for seed in range(140):
+        assert small.put(session, chain(SPACE, 1, seed), salt_id=ANN) == 1
+        small.check_integrity()
+    await small.close()
+
+
+async def test_a_pin_laid_anew_on_a_block_that_was_lost_outlives_a_restart(tmp_path: Path) -> None:
+    small = SmallStore(tmp_path)
+    session, hashes = small.open(SPACE), chain(SPACE, 3)
+    small.put(session, hashes)
+    small.store.operations.pin(SPACE.id, hashes, None)
+    small.store.holdings.quarantine(small.store.holdings.catalog.blocks[hashes[2]])
+    assert small.put(session, hashes) == 1
+    small.store.operations.pin(SPACE.id, hashes, None)
+    small.store.tick()
+    small.check_integrity()
+    await small.close()
+    small = SmallStore(tmp_path)
+    assert set(small.store.holdings.pins.hard) == set(hashes)
+    small.check_integrity()
+    await small.close()
