@@ -134,10 +134,7 @@ def _operation(
 
 
 def _with_checksums(ours: Contender, shape: Shape, repeats: int) -> Iterator[Figure]:
-    """What a put costs that leaves the checksums to the daemon or the SDK: told, not judged.
-
-    BLAKE3 sets the pace of both once nobody has time to spare.
-    """
+    """What a put costs that leaves the checksums to the daemon or the SDK: told, not judged."""
     verbs = ("put_unsummed", "put_and_sum", "copy_in")
     *rates, bare = median_values(
         [lambda verb=verb: ours.rate(verb, shape.batches) for verb in verbs],  # type: ignore[misc]

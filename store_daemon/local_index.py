@@ -42,7 +42,8 @@ from store_daemon.tiers.segments import SsdRow
 
 _log = logging.getLogger(__name__)
 
-DATA_FORMAT = 2
+DATA_FORMAT = 3
+"""3: checksums are XXH3-64."""
 _ROW_PREFIX = b"s"
 _FORGOTTEN_PREFIX = b"f"
 _SEALED_PREFIX = b"n"

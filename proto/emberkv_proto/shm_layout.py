@@ -10,7 +10,7 @@ use only the offsets they are given; headers are the daemon's.
 A slot header is written with state STAGED, then the payload, then the checksum, and last the state
 word COMMITTED: a crash at any point leaves either a whole block or one that recovery drops.
 Behind its crc stands the salt id of a tenant's block, with a crc of its own among the fields; that
-is 0 in nobody's block, and in a file from before there were tenants.
+is 0 in nobody's block.
 All numbers are little endian. `crc` covers the bytes before it, the state word taken as zero.
 """
 
@@ -28,7 +28,8 @@ ALIGNMENT = 4096
 POOL_MAGIC = b"EMBRPOOL"
 EXTENT_MAGIC = b"EMBREXTN"
 SLOT_MAGIC = 0x544F4C53
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
+"""2: checksums are XXH3-64."""
 
 POOL_HEADER_BYTES = 4096
 EXTENT_HEADER_BYTES = 4096

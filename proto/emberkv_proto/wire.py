@@ -18,7 +18,8 @@ from google.protobuf.message import Message
 from emberkv_proto.errors import FrameError
 from emberkv_proto.v1 import common_pb2, store_pb2
 
-PROTOCOL = 1
+PROTOCOL = 2
+"""2: checksums are XXH3-64."""
 HEADER = struct.Struct("<IHHI")
 MAX_FRAME_BYTES = 8 * 1024 * 1024
 MAX_BLOCKS_PER_CALL = 65536

@@ -18,7 +18,7 @@ from store_daemon.files import write_durably
 from store_daemon.marker import UNKNOWN_WRITER, format_refusal
 from store_daemon.tiers.segments import FORMAT_VERSION, segment_format, segment_number
 
-MARKER_FORMAT = 1
+MARKER_FORMAT = 2
 """Of the directory: it grows when the segments' format does."""
 MARKER_NAME = "drive.json"
 WEAR_NAME = "written-bytes"

@@ -8,9 +8,6 @@ record and cuts the file there, so the trailer is always the last page; a sealed
 A record header names its own segment and offset: bytes that were written to, copied to, or left
 over at another place do not pass for a record. All numbers are little endian; every header ends in
 a crc32 over the bytes before it.
-
-Rows of format 1, from before there were tenants, end before the salt id. They are still read: the
-size of a row in the index or a footer, and the version in a record header, tell them apart.
 """
 
 from __future__ import annotations
@@ -29,8 +26,8 @@ from emberkv_proto.errors import CorruptionError
 from emberkv_proto.shm_layout import ALIGNMENT, align_up
 from emberkv_proto.types import SALT_ID_BYTES, BlockHash, NamespaceId, SaltId
 
-FORMAT_VERSION = 1
-RECORD_VERSION = 2
+FORMAT_VERSION = 2
+"""2: rows have a salt id, checksums are XXH3-64."""
 PAGE_BYTES = ALIGNMENT
 
 _SEGMENT_MAGIC = b"EMBRSEGM"
@@ -39,7 +36,6 @@ _TRAILER_MAGIC = b"EMBRTRLR"
 _SEGMENT = struct.Struct("<8sIIQ")
 _RECORD_PREFIX = struct.Struct("<8sII")
 _ROW = struct.Struct("<16s32sI32sQQQQ16s")
-_OLD_ROW_BYTES = _ROW.size - SALT_ID_BYTES
 _TRAILER = struct.Struct("<8sIIQQI")
 _CRC = struct.Struct("<I")
 _NAME = re.compile(r"seg-([0-9a-f]{16})\.ember")
@@ -117,8 +113,6 @@ class SsdRow(NamedTuple):
     @staticmethod
     def unpack(raw: bytes | memoryview) -> SsdRow:
         """Raises CorruptionError if the size or a number cannot be a row's."""
-        if len(raw) == _OLD_ROW_BYTES:
-            raw = bytes(raw) + _NO_SALT
         if len(raw) != ROW_BYTES:
             raise CorruptionError(f"row has {len(raw)} bytes instead of {ROW_BYTES}")
         namespace_id, block_hash, part, parent, segment, offset, length, checksum, salt_id = (
@@ -215,7 +209,7 @@ def check_segment_header(raw: bytes | memoryview, number: int) -> None:
 
 
 def pack_record_header(row: SsdRow) -> bytes:
-    prefix = _RECORD_PREFIX.pack(_RECORD_MAGIC, RECORD_VERSION, PAGE_BYTES)
+    prefix = _RECORD_PREFIX.pack(_RECORD_MAGIC, FORMAT_VERSION, PAGE_BYTES)
     return _with_crc(prefix + row.pack())
 
 
@@ -228,13 +222,10 @@ def unpack_record_header(raw: bytes | memoryview, segment: int, offset: int) -> 
     Raises:
         CorruptionError: not a record header, damaged, or written for another place.
     """
-    if len(raw) < _RECORD_PREFIX.size:
-        raise CorruptionError(f"record header: {len(raw)} bytes are too few")
-    magic, version, page = _RECORD_PREFIX.unpack_from(raw)
-    row_bytes = {1: _OLD_ROW_BYTES, RECORD_VERSION: ROW_BYTES}.get(version)
-    if (magic, page) != (_RECORD_MAGIC, PAGE_BYTES) or row_bytes is None:
+    body = _checked(raw, _RECORD_PREFIX.size + ROW_BYTES, "record header")
+    magic, version, page = _RECORD_PREFIX.unpack_from(body)
+    if (magic, version, page) != (_RECORD_MAGIC, FORMAT_VERSION, PAGE_BYTES):
         raise CorruptionError(f"record header: magic {magic!r} version {version} is not ours")
-    body = _checked(raw, _RECORD_PREFIX.size + row_bytes, "record header")
     row = SsdRow.unpack(body[_RECORD_PREFIX.size :])
     if (row.segment, row.offset) != (segment, offset):
         raise CorruptionError(
@@ -261,24 +252,20 @@ class Trailer:
 
     rows: int
     table_crc: int
-    row_bytes: int
 
     @property
     def table_bytes(self) -> int:
         """Length of the table with its padding; it ends where the trailer begins."""
-        return align_up(self.rows * self.row_bytes)
+        return align_up(self.rows * ROW_BYTES)
 
 
 def unpack_trailer(raw: bytes | memoryview, number: int, file_bytes: int) -> Trailer:
     """Raises CorruptionError unless `raw` is a trailer of segment `number` that fits the file."""
     body = _checked(raw, _TRAILER.size, "trailer")
     magic, version, row_bytes, found, rows, crc = _TRAILER.unpack(body)
-    if (magic, version, found) != (_TRAILER_MAGIC, FORMAT_VERSION, number) or row_bytes not in (
-        ROW_BYTES,
-        _OLD_ROW_BYTES,
-    ):
+    if (magic, version, found, row_bytes) != (_TRAILER_MAGIC, FORMAT_VERSION, number, ROW_BYTES):
         raise CorruptionError(f"trailer: magic {magic!r} version {version} number {found}")
-    trailer = Trailer(rows, crc, row_bytes)
+    trailer = Trailer(rows, crc)
     if PAGE_BYTES + trailer.table_bytes + PAGE_BYTES > file_bytes:
         raise CorruptionError(f"trailer: {rows} rows do not fit in a file of {file_bytes} bytes")
     return trailer
@@ -293,16 +280,11 @@ def footer_table(
         CorruptionError: crc differs, or a row lies outside the records, in another segment or over
             another row.
     """
-    size, row_bytes = trailer.rows * trailer.row_bytes, trailer.row_bytes
+    size = trailer.rows * ROW_BYTES
     table = np.frombuffer(raw, np.uint8, min(size, len(raw)))
     if len(table) != size or zlib.crc32(table.data) != trailer.table_crc:
         raise CorruptionError("footer table: crc does not match the trailer's")
-    if row_bytes == ROW_BYTES:
-        rows = table.copy().view(ROW_DTYPE)
-    else:
-        wide = np.zeros((trailer.rows, ROW_BYTES), np.uint8)
-        wide[:, :row_bytes] = table.reshape(trailer.rows, row_bytes)
-        rows = wide.reshape(-1).view(ROW_DTYPE)
+    rows = table.copy().view(ROW_DTYPE)
     records_end = file_bytes - PAGE_BYTES - trailer.table_bytes
     offsets, lengths = rows["offset"], rows["length"]
     if (

@@ -19,7 +19,8 @@ from emberkv_proto.types import Incarnation
 from store_daemon.transport.base import Segment
 
 MAGIC = b"EMBRTCP\0"
-VERSION = 1
+VERSION = 2
+"""2: what a block's bytes are compared with is XXH3-64."""
 MAX_SEGMENTS = 4096
 MAX_READ_BYTES = 1 << 32
 

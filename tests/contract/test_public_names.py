@@ -54,4 +54,4 @@ def test_importing_the_sdk_loads_only_the_base_dependencies() -> None:
     ).stdout
     heavy = {"grpc", "pydantic", "yaml", "torch", "numba", "aiohttp", "typer", "rich", "rocksdict"}
     assert not heavy & set(output.split())
-    assert {"numpy", "blake3", "google"} <= set(output.split())
+    assert {"numpy", "blake3", "xxhash", "google"} <= set(output.split())

@@ -26,7 +26,7 @@ from client_sdk.status import NodeStatus
 from emberkv_proto.errors import UnavailableError
 from emberkv_proto.types import AcquirePolicy, BlockHash, StageState, Tier
 from emberkv_proto.v1 import common_pb2, store_pb2, store_pb2_grpc
-from emberkv_proto.wire import HEADER, METHODS, Method, pack_frame
+from emberkv_proto.wire import HEADER, METHODS, PROTOCOL, Method, pack_frame
 from tests.helpers.daemon_process import MIB, ROOT, DaemonProcess
 from tests.helpers.router_client import connected, http_post
 from tests.helpers.store import chain, payload, small_namespace
@@ -268,7 +268,7 @@ def test_a_pool_file_that_was_removed_by_hand_serves_on_until_the_end(tmp_path: 
 # ---- clients of the daemon ----
 
 
-HELLO = store_pb2.HelloRequest(protocol=1, namespace_json=NAMESPACE.to_json())
+HELLO = store_pb2.HelloRequest(protocol=PROTOCOL, namespace_json=NAMESPACE.to_json())
 
 
 class RawClient:
@@ -328,7 +328,7 @@ BROKEN_STREAMS = {
     "a flood, then rubbish": pack_frame(Method.PROBE, 1, PROBE) * 200 + b"\xff" * 64,
 }
 WRONG_REQUESTS: list[tuple[Method, Any, str]] = [
-    (Method.HELLO, store_pb2.HelloRequest(protocol=1), "InvalidRequestError"),
+    (Method.HELLO, store_pb2.HelloRequest(protocol=PROTOCOL), "InvalidRequestError"),
     (Method.STAGE, store_pb2.StageRequest(hashes=b"x" * 33), "InvalidRequestError"),
     (Method.STAGE, store_pb2.StageRequest(hashes=bytes(32 * 65537)), "InvalidRequestError"),
     (Method.STAGE, store_pb2.StageRequest(hashes=HASHES[0] * 2), "InvalidRequestError"),

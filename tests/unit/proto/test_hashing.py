@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from emberkv_proto.errors import InvalidRequestError
 from emberkv_proto.hashing import (
+    UNKNOWN_CHECKSUM,
     ExtraKey,
     ExtraKeyTag,
     block_hashes,
@@ -131,3 +132,32 @@ def test_checksum_sees_every_byte_and_takes_any_buffer() -> None:
         assert checksum(payload) != expected
         payload[i] ^= 1
     assert 0 <= checksum(b"") < 2**64
+
+
+@pytest.mark.parametrize(
+    ("length", "expected"),
+    [
+        (0, 0x2D06800538D394C2),
+        (1, 0xC44BDFF4074EECDB),
+        (6, 0x27B56A84CD2D7325),
+        (12, 0xA713DAF0DFBB77E7),
+        (24, 0xA3FE70BF9D3510EB),
+        (80, 0xBCDEFBBB2C47C90A),
+        (195, 0xCD94217EE362EC3A),
+        (512, 0x617E49599013CB6B),
+        (2048, 0xDD59E2C3A5F038E0),
+        (2367, 0xCB37AEB9E5D361ED),
+    ],
+)
+def test_the_checksum_is_xxh3_64_with_seed_0(length: int, expected: int) -> None:
+    """Vectors and bytes of the xxHash project's own sanity check, one for each of its paths."""
+    state, content = 2654435761, bytearray()
+    for _ in range(length):
+        content.append(state >> 56)
+        state = state * 11400714785074694797 % 2**64
+    assert checksum(content) == expected
+
+
+def test_a_checksum_of_0_becomes_1_because_0_means_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("xxhash.xxh3_64_intdigest", lambda payload: 0)
+    assert checksum(b"bytes that nobody has found yet") == 1 != UNKNOWN_CHECKSUM

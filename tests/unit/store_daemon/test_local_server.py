@@ -17,7 +17,7 @@ from emberkv_proto.errors import ERROR_TYPES, IntegrityError, PreflightError
 from emberkv_proto.hashing import checksum
 from emberkv_proto.types import Incarnation, NodeId
 from emberkv_proto.v1 import common_pb2, store_pb2
-from emberkv_proto.wire import HEADER, MAX_FRAME_BYTES, METHODS, Method, pack_frame
+from emberkv_proto.wire import HEADER, MAX_FRAME_BYTES, METHODS, PROTOCOL, Method, pack_frame
 from store_daemon import local_server
 from store_daemon.config import DaemonSection
 from store_daemon.local_server import LocalServer, remove_stale_socket
@@ -81,7 +81,7 @@ class RawClient:
     async def hello(self, namespace_json: str = NAMESPACE.to_json()) -> store_pb2.HelloResponse:
         answer = await self.call(
             Method.HELLO,
-            store_pb2.HelloRequest(protocol=1, client="raw", namespace_json=namespace_json),
+            store_pb2.HelloRequest(protocol=PROTOCOL, client="raw", namespace_json=namespace_json),
         )
         assert isinstance(answer, store_pb2.HelloResponse)
         return answer
@@ -185,7 +185,7 @@ async def test_a_client_that_dies_gives_everything_back(served: Served) -> None:
 
 async def test_frames_may_arrive_in_any_pieces(served: Served) -> None:
     client = served.connect()
-    hello = store_pb2.HelloRequest(protocol=1, namespace_json=NAMESPACE.to_json())
+    hello = store_pb2.HelloRequest(protocol=PROTOCOL, namespace_json=NAMESPACE.to_json())
     beat = pack_frame(Method.HEARTBEAT, 8, b"")
     raw = pack_frame(Method.HELLO, 7, hello.SerializeToString()) + beat * 2
     for start in range(0, len(raw), 5):
@@ -240,7 +240,7 @@ async def test_a_broken_frame_is_answered_and_ends_the_session(served: Served, r
             store_pb2.AcquireRequest(hashes=PACKED, policy=9),  # type: ignore[arg-type]
             "InvalidRequestError",
         ),
-        (Method.HELLO, store_pb2.HelloRequest(protocol=1), "InvalidRequestError"),
+        (Method.HELLO, store_pb2.HelloRequest(protocol=PROTOCOL), "InvalidRequestError"),
     ],
     ids=lambda value: value.name if isinstance(value, Method) else None,
 )
@@ -278,7 +278,7 @@ async def test_a_session_begins_with_a_good_hello_or_not_at_all(served: Served) 
     for method, request_message in (
         (Method.PROBE, store_pb2.ProbeRequest()),
         (Method.HELLO, store_pb2.HelloRequest(protocol=99)),
-        (Method.HELLO, store_pb2.HelloRequest(protocol=1, namespace_json="{}")),
+        (Method.HELLO, store_pb2.HelloRequest(protocol=PROTOCOL, namespace_json="{}")),
     ):
         client = served.connect()
         with pytest.raises(tuple(ERROR_TYPES.values())):

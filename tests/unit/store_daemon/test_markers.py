@@ -92,6 +92,8 @@ async def test_a_directory_of_another_format_is_refused(
     assert f"emberkv {__version__}" in words
     assert f"set {setting}" in words
     assert "emberkv drain" in words
+    doctor(path, format=1)  # whose checksums were others
+    assert "in format 1;" in await refused(tmp_path, path.parent)
     doctor(path, format="older")
     assert "in format older" in await refused(tmp_path, path.parent)
 
@@ -104,7 +106,7 @@ async def test_a_directory_of_another_node_is_refused(tmp_path: Path, marker: st
     assert "belongs to node 'node-2'" in await refused(tmp_path, path.parent)
 
 
-@pytest.mark.parametrize("layout", [LAYOUT_VERSION + 1, 0, 1 << 31])
+@pytest.mark.parametrize("layout", [LAYOUT_VERSION + 1, LAYOUT_VERSION - 1, 0, 1 << 31])
 async def test_a_pool_of_another_layout_is_refused(tmp_path: Path, layout: int) -> None:
     await live_once(tmp_path)
     path = tmp_path / "pool"

@@ -13,7 +13,7 @@ from emberkv_proto.errors import CorruptionError
 from emberkv_proto.types import BlockHash, NamespaceId, SaltId
 from store_daemon.tiers import segments
 from store_daemon.tiers.row_table import RowTable
-from store_daemon.tiers.segments import PAGE_BYTES, ROW_BYTES, SsdRow
+from store_daemon.tiers.segments import FORMAT_VERSION, PAGE_BYTES, ROW_BYTES, SsdRow
 
 U64 = st.integers(0, 2**64 - 1)
 ROWS = st.builds(
@@ -90,39 +90,20 @@ def footer_file(rows: list[SsdRow]) -> tuple[bytes, int]:
     return footer, max((row.end for row in rows), default=PAGE_BYTES) + len(footer)
 
 
-def old_row(row: SsdRow) -> bytes:
-    """As it was packed before there were tenants."""
-    return struct.pack(
-        "<16s32sI32sQQQQ",
-        row.namespace_id,
-        row.block_hash,
-        row.part,
-        row.parent or bytes(32),
-        row.segment,
-        row.offset,
-        row.length,
-        row.checksum,
-    )
-
-
 def with_crc(body: bytes) -> bytes:
     return body + struct.pack("<I", zlib.crc32(body))
 
 
-def test_rows_headers_and_footers_of_before_there_were_tenants_are_nobodys() -> None:
-    rows = [row(offset=PAGE_BYTES * (1 + 3 * number)) for number in range(40)]
-    assert SsdRow.unpack(old_row(rows[0])) == rows[0]
-    header = with_crc(struct.pack("<8sII", b"EMBRRECD", 1, PAGE_BYTES) + old_row(rows[1]))
-    assert segments.unpack_record_header(header.ljust(PAGE_BYTES), 7, rows[1].offset) == rows[1]
-    table = b"".join(map(old_row, rows))
-    trailer_page = with_crc(
-        struct.pack("<8sIIQQI", b"EMBRTRLR", 1, 116, 7, len(rows), zlib.crc32(table))
-    )
-    table = table.ljust(2 * PAGE_BYTES, b"\0")
-    file_bytes = rows[-1].end + len(table) + PAGE_BYTES
-    trailer = segments.unpack_trailer(trailer_page, 7, file_bytes)
-    assert trailer.table_bytes == len(table)
-    assert list(RowTable(segments.footer_table(table, trailer, 7, file_bytes))) == rows
+@pytest.mark.parametrize("version", [0, 1, FORMAT_VERSION + 1])
+def test_headers_and_footers_of_another_format_are_not_ours(version: int) -> None:
+    """The checksums in their rows would condemn every good byte."""
+    one = row(offset=PAGE_BYTES)
+    record = struct.pack("<8sII", b"EMBRRECD", version, PAGE_BYTES) + one.pack()
+    with pytest.raises(CorruptionError, match=f"version {version} is not ours"):
+        segments.unpack_record_header(with_crc(record).ljust(PAGE_BYTES), 7, one.offset)
+    trailer = struct.pack("<8sIIQQI", b"EMBRTRLR", version, ROW_BYTES, 7, 1, zlib.crc32(one.pack()))
+    with pytest.raises(CorruptionError, match=f"version {version}"):
+        segments.unpack_trailer(with_crc(trailer), 7, one.end + 2 * PAGE_BYTES)
 
 
 @pytest.mark.parametrize("count", [0, 1, 35, 36, 200])
