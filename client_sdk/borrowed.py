@@ -164,7 +164,7 @@ class LeasedBlocks:
             UnknownLeaseError, StaleIncarnationError, LeaseExpiredError: see `require_valid`.
         """
         pool = self._session.pool
-        target = _whole_parts(buffer, pool.part_bytes)
+        target = whole_parts(buffer, pool.part_bytes)
         if not target.flags.writeable:
             raise InvalidRequestError("the buffer is read-only")
         blocks = range(first_block, first_block + len(target) // pool.part_bytes)
@@ -375,7 +375,7 @@ class StagedBlocks:
             UnknownStageError, StaleIncarnationError: see `require_valid`.
         """
         pool = self._session.pool
-        source = _whole_parts(buffer, pool.part_bytes)
+        source = whole_parts(buffer, pool.part_bytes)
         count = len(source) // pool.part_bytes
         if not 0 <= first_block <= len(self._hashes) - count:
             raise InvalidRequestError(
@@ -459,7 +459,7 @@ class StagedBlocks:
         return must_tell
 
 
-def _whole_parts(buffer: Buffer, part_bytes: int) -> npt.NDArray[np.uint8]:
+def whole_parts(buffer: Buffer, part_bytes: int) -> npt.NDArray[np.uint8]:
     """The buffer's own bytes. Raises InvalidRequestError unless they are whole parts in one run."""
     view = memoryview(buffer)
     if not view.c_contiguous:

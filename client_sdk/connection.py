@@ -16,6 +16,7 @@ from client_sdk.session import (
     Backoff,
     Endpoint,
     M,
+    Pending,
     Session,
     SessionLostError,
     SessionState,
@@ -107,13 +108,50 @@ class Connection:
             EmberError: as `call`.
         """
         with self._lock:
-            own = self.session
-            if own is None or own is not session:
-                raise StaleIncarnationError(
-                    f"the session with node {session.terms.node_id} is over; ask again"
-                )
+            own = self._own(session)
             deadline = time.monotonic() + self._timeout_seconds + wait_seconds
             return self._ask(own, method, request, answer, deadline)
+
+    def live_session(self) -> Session:
+        """The live session, or a new one. Raises UnavailableError as `call`."""
+        with self._lock:
+            return self._ready(time.monotonic() + self._timeout_seconds)
+
+    def send_on(
+        self, session: SessionState, method: Method, request: Message, answer: type[M]
+    ) -> Pending[M]:
+        """As `call_on`, without waiting for the answer, which `take` gives."""
+        with self._lock:
+            own = self._own(session)
+            self._beat_if_due(own, time.monotonic() + self._timeout_seconds)
+            self.counters.calls += 1
+            try:
+                return own.send(method, request, answer, self._timeout_seconds)
+            except SessionLostError as error:
+                self.counters.errors += 1
+                self.lose(own, str(error))
+                raise
+
+    def take(self, session: Session, sent: Pending[M], build: Callable[[M], B]) -> B:
+        """What is made of the answer to what was sent on this session; `build` as in `borrow`.
+
+        Raises:
+            StaleIncarnationError: the session is over; whether the daemon did it is unknown.
+            EmberError: what the daemon answered.
+        """
+        with self._lock:
+            own = session if sent.received else self._own(session)
+            try:
+                result = build(own.take(sent, self._timeout_seconds))
+            except SessionLostError as error:
+                self.counters.errors += 1
+                self.lose(own, str(error))
+                raise
+            except EmberError:
+                self.counters.errors += 1
+                raise
+            self._succeeded(own)
+            return result
 
     def borrow(
         self,
@@ -239,10 +277,22 @@ class Connection:
     def _ask(
         self, session: Session, method: Method, request: Message, answer: type[M], deadline: float
     ) -> M:
+        self._beat_if_due(session, deadline)
+        return self._exchange(session, method, request, answer, deadline)
+
+    def _own(self, session: SessionState) -> Session:
+        """This very session, if it is still ours."""
+        own = self.session
+        if own is None or own is not session:
+            raise StaleIncarnationError(
+                f"the session with node {session.terms.node_id} is over; ask again"
+            )
+        return own
+
+    def _beat_if_due(self, session: Session, deadline: float) -> None:
         # The background thread may be kept from the lock by a busy caller; leases must not starve.
         if time.monotonic() - self._renewed_at > session.terms.heartbeat_seconds:
             self._beat(session, deadline)
-        return self._exchange(session, method, request, answer, deadline)
 
     def _beat(self, session: Session, deadline: float) -> None:
         answer = self._exchange(
@@ -269,11 +319,14 @@ class Connection:
         except EmberError:
             self.counters.errors += 1
             raise
+        self._succeeded(session)
+        return result
+
+    def _succeeded(self, session: Session) -> None:
         if session.refused_tells:
             self.counters.errors += session.refused_tells
             session.refused_tells = 0
         self._backoff.succeeded()
-        return result
 
     def lose(self, session: SessionState, why: str) -> None:
         """End a session that broke, or whose answers do not add up."""

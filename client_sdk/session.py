@@ -16,13 +16,13 @@ from array import array
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 from weakref import WeakSet
 
 from google.protobuf.message import DecodeError, Message
 
 from client_sdk.attached_pool import AttachedPool
-from client_sdk.frame_socket import FrameSocket
+from client_sdk.frame_socket import Frame, FrameSocket
 from emberkv_proto import __version__
 from emberkv_proto.convert import engine_to_wire, namespace_id_from_wire
 from emberkv_proto.errors import (
@@ -207,11 +207,22 @@ class SessionState:
         self._sock.close()
 
 
-class _Owed(NamedTuple):
+class _Told(NamedTuple):
     """A request that was told, and not answered yet as far as we have read."""
 
     method: Method
     request_id: int
+
+
+@dataclass(slots=True, eq=False)
+class Pending(Generic[M]):
+    """A request that was sent, whose answer is taken later."""
+
+    method: Method
+    request_id: int
+    answer: type[M]
+    received: Frame | None = None
+    """The answer, once it was read."""
 
 
 class Session(SessionState):
@@ -226,7 +237,7 @@ class Session(SessionState):
         """How often the daemon refused what it was told."""
         self._last_request_id = 0
         self._frames = FrameSocket(sock)
-        self._owed: deque[_Owed] = deque()
+        self._owed: deque[_Told | Pending[Any]] = deque()
 
     def call(self, method: Method, request: Message, answer: type[M], seconds: float) -> M:
         """Send one request and read its answer within `seconds`.
@@ -256,8 +267,28 @@ class Session(SessionState):
 
         Takes a wait of at most `seconds` when MAX_OWED_ANSWERS are unread. Raises SessionLostError.
         """
-        sent = _Owed(method, self._next_request_id())
-        frame = pack_frame(method, sent.request_id, request.SerializeToString())
+        self._send(_Told(method, self._next_request_id()), request, seconds)
+
+    def send(self, method: Method, request: Message, answer: type[M], seconds: float) -> Pending[M]:
+        """As `tell`, but the answer is kept until it is taken."""
+        sent = Pending(method, self._next_request_id(), answer)
+        self._send(sent, request, seconds)
+        return sent
+
+    def take(self, sent: Pending[M], seconds: float) -> M:
+        """The answer to what this session sent. Raises as `call`."""
+        deadline = time.monotonic() + seconds
+        try:
+            while sent.received is None:
+                self._settle(deadline)
+        except (FrameError, OSError) as error:
+            raise self._lost(error, sent.method, seconds) from None
+        if not self._owed and self._frames.has_unread:
+            raise SessionLostError("the daemon sent more bytes than its answers")
+        return read_payload(sent.received.header, sent.received.payload, sent.answer)
+
+    def _send(self, sent: _Told | Pending[M], request: Message, seconds: float) -> None:
+        frame = pack_frame(sent.method, sent.request_id, request.SerializeToString())
         deadline = time.monotonic() + seconds
         try:
             self._frames.send(frame, deadline)
@@ -265,7 +296,7 @@ class Session(SessionState):
             while len(self._owed) >= MAX_OWED_ANSWERS:
                 self._settle(deadline)
         except (FrameError, OSError) as error:
-            raise self._lost(error, method, seconds) from None
+            raise self._lost(error, sent.method, seconds) from None
 
     def _next_request_id(self) -> int:
         self._last_request_id = (self._last_request_id + 1) & 0xFFFFFFFF
@@ -276,7 +307,9 @@ class Session(SessionState):
         received = self._frames.receive(deadline)
         owed = self._owed.popleft()
         _check_match(received.header, owed.method, owed.request_id)
-        if received.header.status:
+        if isinstance(owed, Pending):
+            owed.received = received
+        elif received.header.status:
             try:
                 read_payload(received.header, received.payload, common_pb2.Empty)
             except SessionLostError:

@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from client_sdk.borrowed import LeasedBlocks, StagedBlocks, pack_hashes
+from client_sdk.borrowed import Buffer, LeasedBlocks, StagedBlocks, pack_hashes
 from client_sdk.connection import ClientCounters, Connection
 from client_sdk.patience import DEFAULT_PATIENCE, Patience
 from client_sdk.prefetch import Prefetch
+from client_sdk.put_pipeline import PutPipeline, PutResult
 from client_sdk.session import Endpoint, SessionLostError, SessionState, Terms
 from client_sdk.status import NodeStatus, status_from_wire
 from emberkv_proto.errors import (
@@ -230,7 +231,7 @@ class SyncClient:
         Raises:
             InvalidRequestError: no such part, or a path that is too long for a socket.
         """
-        namespace.part_bytes(part)
+        self._part_bytes = namespace.part_bytes(part)
         self._connection = Connection(
             Endpoint(Path(socket_path), namespace, part, engine, client_name),
             check_seconds(timeout_seconds),
@@ -363,6 +364,30 @@ class SyncClient:
                 self._connection, session, hashes, answer, sent_at
             ),
         )
+
+    def put(
+        self,
+        hashes: Sequence[BlockHash],
+        buffer: Buffer,
+        parent: BlockHash | None = None,
+        salt_id: SaltId | None = None,
+        checksums: Sequence[int] | None = None,
+    ) -> PutResult:
+        """Write the blocks of a chain out of one buffer of as many: stage, copy and commit.
+
+        Goes batch by batch, with the daemon's work beside the copies, and is the fastest way in.
+        Checksums are computed here unless the caller has them; `UNKNOWN_CHECKSUM` leaves that of a
+        block to the daemon (see `StagedWrite.commit_unsummed`). The buffer is not to be changed
+        before this returns, and free to be used afterwards.
+
+        Raises:
+            InvalidRequestError: the buffer, or the checksums, are not those of so many blocks.
+            EmberError: what failed, and how many blocks are committed all the same.
+        """
+        self._keep_beating()
+        return PutPipeline(
+            self._connection, self._part_bytes, hashes, buffer, parent, salt_id, checksums
+        ).run()
 
     def prefetch(self, hashes: Sequence[BlockHash], deadline_seconds: float) -> int:
         """Have missing blocks brought into DRAM meanwhile; return how many were scheduled."""

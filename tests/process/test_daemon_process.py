@@ -97,7 +97,10 @@ def test_sigterm_ends_it_cleanly_and_kill_9_loses_nothing_committed(tmp_path: Pa
         (("--set", "dram.capasity_bytes=1"), "did you mean 'capacity_bytes'"),
         (("--set", "nonsense"), "wanted section.key=value"),
         (("--config", "/no/such/file"), "cannot be read"),
-        (("--set", "dram.capacity_bytes=900000000000000"), "lower dram.capacity_bytes or add memory"),
+        (
+            ("--set", "dram.capacity_bytes=900000000000000"),
+            "lower dram.capacity_bytes or add memory",
+        ),
         (("--set", f"daemon.socket_path=/tmp/{'x' * 120}"), "choose a shorter path"),
         (("--set", "daemon.socket_path=/no/such/dir/s"), "create it or set another path"),
     ],
