@@ -16,13 +16,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from benchmarks._figure import MIB
 from benchmarks._workers import page_memory, serve, timed
-from client_sdk import StagedWrite, SyncClient, gather_from_pages, scatter_into_pages
-from emberkv_proto.hashing import checksum
+from client_sdk import SyncClient, gather_from_pages, scatter_into_pages
+from emberkv_proto.hashing import UNKNOWN_CHECKSUM, checksum
 from emberkv_proto.layout import Group, GroupKind, KvLayout, Namespace
 from emberkv_proto.types import AcquirePolicy, BlockHash
 
 BATCH = 32
+ROUND_BYTES = 128 * MIB
+"""What one round of one client moves, so that it takes some tens of milliseconds."""
 TIMEOUT_SECONDS = 20.0
 PAGES, PAGE_TOKENS, HEADS, DIM, DTYPE_BYTES = 64, 16, 8, 128, 2
 PAGE_BYTES = PAGE_TOKENS * HEADS * DIM * DTYPE_BYTES
@@ -62,7 +65,7 @@ class StoreClient:
         self._client: SyncClient | None = None
 
     def prepare(self, block_bytes: int, kept_chains: int, region_bytes: int) -> None:
-        """Buffers for batches of such blocks, a session for them, memory to compare with."""
+        """A round's blocks, all batches alike, a session for them, memory to compare with."""
         self.close()
         self._client = SyncClient(
             self._socket_path,
@@ -70,13 +73,15 @@ class StoreClient:
             timeout_seconds=TIMEOUT_SECONDS,
         )
         self._client.prefault(TIMEOUT_SECONDS)
-        self._source, self._target = (
-            np.frombuffer(page_memory(BATCH * block_bytes), np.uint8) for _ in range(2)
+        self._batch_bytes = BATCH * block_bytes
+        self._source = np.frombuffer(page_memory(max(ROUND_BYTES, self._batch_bytes)), np.uint8)
+        self._target = np.frombuffer(page_memory(self._batch_bytes), np.uint8)
+        self._source.reshape(-1, self._batch_bytes)[:] = np.frombuffer(
+            os.urandom(self._batch_bytes), np.uint8
         )
-        self._source[:] = np.frombuffer(os.urandom(self._source.nbytes), np.uint8)
         self._target[:] = 0
         self._from, self._to = (
-            [buffer[i * block_bytes : (i + 1) * block_bytes].data for i in range(BATCH)]
+            [buffer[i : i + block_bytes].data for i in range(0, buffer.nbytes, block_bytes)]
             for buffer in (self._source, self._target)
         )
         self._sums = [checksum(part) for part in self._from]
@@ -86,25 +91,21 @@ class StoreClient:
         self._next_kept: Iterator[list[BlockHash]] = itertools.cycle(self._kept)
 
     def put(self, batches: int) -> dict[str, Any]:
-        """Stage, copy, commit; checksums are brought along."""
-        return self._put(
-            [fresh_chain(BATCH) for _ in range(batches)],
-            lambda write: write.commit(checksums=self._sums),
-        )
+        """A chain of so many batches out of one buffer; checksums are brought along."""
+        return self._put(batches, self._sums[: batches * BATCH])
 
     def put_unsummed(self, batches: int) -> dict[str, Any]:
         """As `put`, and the daemon computes the checksums when it has time."""
-        return self._put(
-            [fresh_chain(BATCH) for _ in range(batches)], lambda write: write.commit_unsummed()
-        )
+        return self._put(batches, [UNKNOWN_CHECKSUM] * (batches * BATCH))
 
     def put_and_sum(self, batches: int) -> dict[str, Any]:
         """As `put`, and the SDK computes the checksums."""
-        return self._put([fresh_chain(BATCH) for _ in range(batches)], lambda write: write.commit())
+        return self._put(batches, None)
 
     def keep(self) -> None:
         """Put what `get` will get."""
-        self._put(self._kept, lambda write: write.commit(checksums=self._sums))
+        for chain in self._kept:
+            self._connected().put(chain, self._source[: self._batch_bytes])
 
     def get(self, batches: int) -> dict[str, Any]:
         """Acquire, copy, release."""
@@ -116,17 +117,23 @@ class StoreClient:
                 with client.acquire(chain, policy=AcquirePolicy.BEST_EFFORT) as lease:
                     lease.read_into(self._target)
 
-        return timed(batches * self._source.nbytes, work)
+        return timed(batches * self._batch_bytes, work)
 
     def check(self) -> None:
         """Raise unless what was got is what was put; forget it."""
-        if not np.array_equal(self._source, self._target):
+        if not np.array_equal(self._source[: self._batch_bytes], self._target):
             raise AssertionError("the store gave other bytes than it was given")
         self._target[:] = 0
 
     def copy_in(self, batches: int) -> dict[str, Any]:
         """Plain copies into memory like the pool's, from place to place as puts go."""
-        return self._copy(batches, lambda: zip(next(self._walk), self._from, strict=True))
+        starts = itertools.cycle(range(0, len(self._from), BATCH))
+        return self._copy(
+            batches,
+            lambda: zip(
+                next(self._walk), self._from[(at := next(starts)) : at + BATCH], strict=True
+            ),
+        )
 
     def copy_out(self, batches: int) -> dict[str, Any]:
         """Plain copies out of as many places as `get` takes turns with."""
@@ -142,19 +149,15 @@ class StoreClient:
         assert self._client is not None, "prepare comes first"
         return self._client
 
-    def _put(
-        self, chains: Sequence[list[BlockHash]], commit: Callable[[StagedWrite], int]
-    ) -> dict[str, Any]:
-        client = self._connected()
+    def _put(self, batches: int, checksums: Sequence[int] | None) -> dict[str, Any]:
+        client, chain = self._connected(), fresh_chain(batches * BATCH)
+        source = self._source[: batches * self._batch_bytes]
 
         def work() -> None:
-            for chain in chains:
-                with client.stage(chain) as write:
-                    write.write_from(self._source)
-                    if commit(write) != BATCH:
-                        raise AssertionError("the store did not take the whole batch")
+            if client.put(chain, source, checksums=checksums).committed_blocks != len(chain):
+                raise AssertionError("the store did not take the whole chain")
 
-        return timed(len(chains) * self._source.nbytes, work)
+        return timed(source.nbytes, work)
 
     def _copy(
         self, batches: int, pairs: Callable[[], zip[tuple[memoryview, memoryview]]]
@@ -164,7 +167,7 @@ class StoreClient:
                 for target, source in pairs():
                     target[:] = source
 
-        return timed(batches * self._source.nbytes, work)
+        return timed(batches * self._batch_bytes, work)
 
 
 class PagedClient:

@@ -16,17 +16,19 @@ from benchmarks._figure import (
     median_values,
     size_name,
 )
-from benchmarks._store_client import BATCH
+from benchmarks._store_client import BATCH, ROUND_BYTES
 from benchmarks._workers import Worker, WorkerFailedError, at_once, gigabytes_per_second
 
 SIZES = (64 * 1024, 256 * 1024, MIB, 4 * MIB)
 JUDGED_FROM = 256 * 1024
 SUMMED_BYTES = MIB
 AT_LEAST = 0.95
-ROUND_BYTES = 128 * MIB
-"""What one round of one client moves, so that it takes some tens of milliseconds."""
 KEPT_CHAINS = 2
 """Chains that are got in turn. With what is staged they must fit in the pool."""
+UNITS = {
+    "put": f"GB/s, one put of {ROUND_BYTES // MIB} MiB in one chain, checksums brought along",
+    "get": f"GB/s, an acquire and read_into for each {BATCH} blocks",
+}
 MEMCPY = "the same copies in plain memory like the pool's, in as many processes at once"
 
 
@@ -119,7 +121,7 @@ def _operation(
     yield Figure(
         name,
         own,
-        "GB/s, checksums brought along",
+        UNITS[verb],
         MEMCPY,
         bare,
         repeats,
@@ -130,7 +132,15 @@ def _operation(
         if peer.out:
             yield NotAvailable(beside, peer.out)
         else:
-            yield Figure(beside, own, "GB/s", peer.name, rate, repeats, at_least=1.0)
+            yield Figure(
+                beside,
+                own,
+                f"GB/s; the peer: {BATCH} blocks a call",
+                peer.name,
+                rate,
+                repeats,
+                at_least=1.0,
+            )
 
 
 def _with_checksums(ours: Contender, shape: Shape, repeats: int) -> Iterator[Figure]:
@@ -141,7 +151,7 @@ def _with_checksums(ours: Contender, shape: Shape, repeats: int) -> Iterator[Fig
         repeats,
     )
     for verb, rate, who in zip(verbs, rates, ("the daemon", "the SDK"), strict=False):
-        unit = f"GB/s, checksums computed by {who}"
+        unit = f"GB/s, as put, checksums computed by {who}"
         yield Figure(_name(verb, ours, shape), rate, unit, MEMCPY, bare, repeats)
 
 

@@ -6,6 +6,7 @@ from client_sdk.connection import ClientCounters
 from client_sdk.paged import gather_from_pages, scatter_into_pages
 from client_sdk.patience import Patience
 from client_sdk.prefetch import AsyncPrefetch, Prefetch
+from client_sdk.put_pipeline import PutResult
 from client_sdk.status import NodeStatus, TierStatus
 from client_sdk.sync_client import Lease, OperatorClient, ProbeResult, StagedWrite, SyncClient
 
@@ -22,6 +23,7 @@ __all__ = [
     "Patience",
     "Prefetch",
     "ProbeResult",
+    "PutResult",
     "StagedWrite",
     "SyncClient",
     "TierStatus",

@@ -23,6 +23,7 @@ PUBLIC = {
     "Patience",
     "Prefetch",
     "ProbeResult",
+    "PutResult",
     "StagedWrite",
     "SyncClient",
     "TierStatus",

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from client_sdk import AsyncClient, OperatorClient, SyncClient
-from emberkv_proto.errors import StaleIncarnationError, UnavailableError
-from emberkv_proto.hashing import block_hashes, lora_key
+from client_sdk import AsyncClient, OperatorClient, SyncClient, put_pipeline
+from emberkv_proto.errors import EmberError, StaleIncarnationError, UnavailableError
+from emberkv_proto.hashing import block_hashes, checksum, lora_key
 from emberkv_proto.layout import Group, GroupKind, KvLayout, Namespace
 from emberkv_proto.types import AcquirePolicy, BlockHash, EngineInfo, Source, StageState, Tier
 from tests.helpers.daemon_process import MIB, ROOT, DaemonProcess
@@ -111,6 +111,40 @@ def test_prefault_maps_the_daemons_pool_before_the_first_copy(client: SyncClient
     assert mapped >= 1 << 20
     store(client, HASHES)
     check_readable(client, HASHES)
+
+
+LONG_CHAIN = block_hashes(NAMESPACE.id, list(range(16 * 300)), 16)
+
+
+def test_a_put_of_many_batches_comes_back_whole(client: SyncClient) -> None:
+    put = client.put(LONG_CHAIN, b"".join(map(payload, LONG_CHAIN)))
+    assert put.committed_blocks == len(LONG_CHAIN)
+    check_readable(client, LONG_CHAIN)
+
+
+def test_a_put_whose_daemon_is_killed_leaves_whole_blocks_only(
+    daemon: DaemonProcess, client: SyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written, at = b"".join(map(payload, LONG_CHAIN)), iter(range(1, len(LONG_CHAIN) + 1))
+
+    def kill_in_the_middle(part: memoryview) -> int:
+        if next(at) == 200:
+            daemon.kill()
+        return checksum(part)
+
+    monkeypatch.setattr(put_pipeline, "checksum", kill_in_the_middle)
+    with pytest.raises(EmberError, match="of 300 blocks are known to be committed") as caught:
+        client.put(LONG_CHAIN, written)
+    known = int(str(caught.value).rpartition("; ")[2].split()[0])
+    daemon.start()
+    wait_until(lambda: client.is_connected)
+    hit = client.probe(LONG_CHAIN).hit_blocks
+    assert known <= hit <= 192, "a batch that was not copied yet was committed"
+    assert hit % put_pipeline.BATCH_BLOCKS == 0
+    check_readable(client, LONG_CHAIN[:hit])
+    monkeypatch.undo()
+    assert client.put(LONG_CHAIN, written).committed_blocks == 300 - hit
+    check_readable(client, LONG_CHAIN)
 
 
 def test_what_one_process_commits_another_reads_byte_identical(

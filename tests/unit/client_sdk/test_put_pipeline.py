@@ -24,7 +24,7 @@ from emberkv_proto.errors import (
 from emberkv_proto.hashing import UNKNOWN_CHECKSUM, checksum
 from emberkv_proto.types import BlockHash, SaltId, StageState
 from emberkv_proto.wire import Method
-from tests.helpers.fake_daemon import Fault, FakeDaemon
+from tests.helpers.fake_daemon import FakeDaemon, Fault
 from tests.unit.client_sdk.test_async_client import NAMESPACE, PART_BYTES
 
 BATCH = 2
@@ -264,9 +264,13 @@ def test_answers_that_were_not_asked_for_end_the_session(
     client: SyncClient, daemon: FakeDaemon, number: int
 ) -> None:
     daemon.faults[Method.COMMIT] = nth(number, lambda frame: frame + frame)
-    with pytest.raises(UnavailableError):
+
+    def put() -> None:
         client.put(CHAIN[:8], content(8))
         client.heartbeat()  # the second frame may come after the put
+
+    with pytest.raises(UnavailableError):
+        put()
     assert not client.is_connected
 
 
