@@ -424,7 +424,8 @@ class WritebackQueue:
             self._holdings.rows_to_forget += rows
             self._holdings.counters["writeback_failed_blocks"] += 1
             return False
-        block.is_verified = True
+        if len(rows) == sum(map(bool, block.slots)):  # only these were compared
+            block.is_verified = True
         self._holdings.catalog.add_rows(block, rows)
         self._holdings.counters["writeback_blocks"] += 1
         return True

@@ -267,6 +267,33 @@ async def test_both_tiers_recover_tombstones(make: Make) -> None:
     assert lease.usable == 10
 
 
+async def test_writing_a_later_part_is_no_proof_of_the_parts_written_before(make: Make) -> None:
+    small = make()
+    ranks = Ranks(small)
+    ranks.put(FULL, 0, 1)
+    await small.flush()
+    ranks.put(WINDOW, 0, 1)
+    ranks.put(STATE, 0, 1)
+    slot = small.store.holdings.catalog.blocks[HASHES[0]].slots[FULL]
+    assert slot is not None
+    image = bytearray(small.settings.dram.path.read_bytes())
+    image[slot.offset + 100] ^= 1  # by whoever wrote where they should not, before a kill
+    await small.close()
+    small.settings.dram.path.write_bytes(image)
+    again = make()
+    block = again.store.holdings.catalog.blocks[HASHES[0]]
+    again.store.writeback.committed(block)  # type: ignore[union-attr]
+    await again.flush()
+    assert block.is_saved
+    assert not block.is_verified
+    ranks = Ranks(again)
+    lease = ranks.lease(length=1)
+    assert lease.ready == 0
+    lease = await again.store.wait(ranks.sessions[FULL], lease.id, 0, 10.0)
+    assert lease.usable == 0
+    assert again.store.holdings.counters["corrupt_blocks"] == 1
+
+
 async def test_peers_get_whole_blocks_only(make: Make) -> None:
     small = make()
     ranks = Ranks(small)
