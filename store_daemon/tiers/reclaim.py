@@ -105,6 +105,10 @@ class Reclaimer:
         if kept is None or not self._re_append(drive, segment, kept.pinned, changes):
             return False
         self._re_append(drive, segment, kept.read, changes)
+        tried = set(kept.pinned)
+        late = [r for r in self._rows.of(segment.number) if r not in tried and self.is_pinned(r)]
+        if not self._re_append(drive, segment, late, changes):  # pinned while others were copied
+            return False
         changes.gone += self._rows.drop_segments([segment.number])
         try:
             segment.path.unlink(missing_ok=True)

@@ -109,6 +109,27 @@ def test_pinned_records_are_kept_before_read_ones_and_only_half_a_segment(tmp_pa
         assert set(first) - set(kept) <= set(changes.gone)
 
 
+def test_a_record_pinned_while_others_are_copied_outlives_its_segment(tmp_path: Path) -> None:
+    with store(tmp_path, segments=4) as s:
+        rows = fill(s.tier, range(1, 8))
+        first = [row for row in rows if row.segment == rows[0].segment]
+        read(s.tier, first[0])
+        asked: set[SsdRow] = set()
+
+        def is_pinned(row: SsdRow) -> bool:
+            """From the second question on: the first chose what to copy."""
+            was_asked = row in asked
+            asked.add(row)
+            return row == first[-1] and was_asked
+
+        s.tier.keep(is_pinned, lambda row: False)
+        changes = turn_over(s.tier, range(10, 22))
+        moved = [move.new for move in changes.moved if move.old == first[-1]]
+        assert len(moved) == 1
+        assert first[-1] not in changes.gone
+        assert_reads_back(s.tier, moved)
+
+
 def test_a_segment_that_is_mostly_pinned_stays_where_it_is(tmp_path: Path) -> None:
     with store(tmp_path, segments=4) as s:
         rows = fill(s.tier, range(1, 9))
