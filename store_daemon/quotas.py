@@ -61,7 +61,12 @@ class QuotaEviction:
             if not tenant.exceeds_dram(byte_count):
                 return True
             victim = self._victim_of(tenant)
-            if not (self.evict(victim) if victim is not None else self._hurry(tenant)):
+            if victim is not None:
+                if not self.evict(victim):
+                    break
+            elif self._hurry(tenant):
+                self._count(tenant)
+            else:
                 break
         if tenant.exceeds_dram(byte_count):
             self._counters["over_quota_refused"] += 1
@@ -91,13 +96,14 @@ class QuotaEviction:
         return None
 
     def evict(self, victim: Block) -> bool:
-        """Let a block go because of its tenant's quota, now or once it is written, and count it.
+        """Let a block go because of its tenant's quota, now or once it is written; False as `let_go`.
 
-        False as `let_go`.
+        It counts when it goes.
         """
         if not self._let_go(victim):
             return False
-        self._count(victim)
+        if victim.tenant is not None and not victim.takes_room:
+            self._count(victim.tenant)
         return True
 
     def admit_on_ssd(self, tenant: Tenant, byte_count: int) -> bool:
@@ -114,16 +120,15 @@ class QuotaEviction:
                 continue
             if victim is None or len(passed_over) > MOST_PASSED_OVER:
                 break
-            self._count(victim)
+            self._count(tenant)
             self._drop_ssd(victim)
         for block in passed_over:
             if block.in_ssd:
                 tenant.on_ssd.offer(block)
         return not tenant.exceeds_ssd(byte_count)
 
-    def _count(self, victim: Block) -> None:
-        assert victim.tenant is not None
-        victim.tenant.evicted_blocks += 1
+    def _count(self, tenant: Tenant) -> None:
+        tenant.evicted_blocks += 1
         self._counters["over_quota_blocks"] += 1
 
     def _victim_of(self, tenant: Tenant) -> Block | None:

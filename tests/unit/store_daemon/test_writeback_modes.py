@@ -216,6 +216,21 @@ async def test_a_failed_write_is_tried_again_and_clears_the_degraded_state(
     assert counters["writeback_given_up_blocks"] == 0
 
 
+async def test_a_victim_of_a_quota_counts_once_when_it_goes(make: Make) -> None:
+    small = make("on_evict")
+    small.store.operations.set_quota(ANN, Quota(dram_bytes=4 * SLOT))
+    session, counters = small.open(SPACE), small.store.holdings.counters
+    assert small.put(session, chain(SPACE, 4), salt_id=ANN) == 4
+    assert small.put(session, chain(SPACE, 1, 1), salt_id=ANN) == 0
+    assert counters["over_quota_blocks"] == 0
+    small.check_integrity()
+    await small.flush()
+    assert small.put(session, chain(SPACE, 1, 1), salt_id=ANN) == 1
+    (usage,) = small.store.operations.usage()
+    assert (usage.dram_bytes, usage.evicted_blocks) == (4 * SLOT, 1)
+    assert (counters["over_quota_blocks"], counters["demoted_blocks"]) == (1, 1)
+
+
 async def test_a_tenant_over_its_ssd_quota_loses_its_oldest_copies(make: Make) -> None:
     small = make("on_commit")
     session = small.open(SPACE)
