@@ -59,8 +59,8 @@ class DaemonSection(Section):
     stage_seconds: Seconds = 60.0
     """How long a staged block may stay uncommitted without a heartbeat of its session."""
     lease_share: Share = 0.9
-    """Part of dram.capacity_bytes that the leases of one session may hold; it gets shorter hits
-    beyond."""
+    """Part of dram.capacity_bytes that the leases of one session may hold, and as much again what
+    it stages and does not commit; beyond it gets shorter hits, and no slots."""
     drain_seconds: Seconds = 20.0
     peer_timeout_seconds: Seconds = 2.0
     event_ring_events: Annotated[int, Field(ge=16)] = 65536

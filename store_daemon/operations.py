@@ -54,6 +54,7 @@ class Operations:
 
     Args:
         on_rows_to_forget: told that blocks have left SSD.
+        save: asked to see that a block comes to SSD too.
     """
 
     def __init__(
@@ -63,12 +64,14 @@ class Operations:
         namespaces: NamespaceBook,
         clock: Callable[[], float],
         on_rows_to_forget: Callable[[], None],
+        save: Callable[[Block], object],
     ) -> None:
         self._holdings = holdings
         self._index = index
         self._namespaces = namespaces
         self._clock = clock
         self._on_rows_to_forget = on_rows_to_forget
+        self._save = save
 
     # ---- pins ----
 
@@ -78,7 +81,8 @@ class Operations:
         """Keep the leading blocks that are here, in the tiers they are in and come to.
 
         With a time to live: a soft pin, which ends by itself and with the daemon. Without: a hard
-        pin, which lives on over restarts; its blocks are those that fit under the limit.
+        pin, which lives on over restarts; its blocks are those that fit under the limit, and those
+        in DRAM only are written to SSD, whatever the mode, to outlive a reboot.
 
         Raises:
             UnknownNamespaceError, InvalidRequestError.
@@ -96,6 +100,8 @@ class Operations:
             except OSError as error:
                 raise UnavailableError(f"hard pins cannot be kept: {error}") from None
             pins.pin_hard(blocks)
+            for block in blocks:
+                self._save(block)
             again = {block.hash for block in blocks}
             self._holdings.lost_pins[:] = [
                 lost for lost in self._holdings.lost_pins if lost[1] not in again

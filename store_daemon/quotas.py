@@ -96,7 +96,7 @@ class QuotaEviction:
         return None
 
     def evict(self, victim: Block) -> bool:
-        """Let a block go because of its tenant's quota, now or once it is written; False as `let_go`.
+        """Let a block go because of its quota, now or once it is written; False as `let_go`.
 
         It counts when it goes.
         """

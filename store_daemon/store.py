@@ -29,6 +29,7 @@ from emberkv_proto.types import (
     EngineInfo,
     NamespaceId,
     SaltId,
+    StageState,
     Tier,
     TierDigest,
 )
@@ -105,7 +106,7 @@ class BlockStore:
                 self.holdings, ssd, self._readers, settings.ssd, clock, promoter, writeback
             )
         self.operations = Operations(
-            self.holdings, index, self._namespaces, clock, self._wake_writeback
+            self.holdings, index, self._namespaces, clock, self._wake_writeback, self._save
         )
         self._last_session = 0
         self._last_stage = 0
@@ -243,7 +244,8 @@ class BlockStore:
     ) -> Staged:
         """Grant slots for the blocks of a chain run that are not there yet. O(len(hashes)).
 
-        New blocks count against the quota of `salt_id`; None: nobody's.
+        New blocks count against the quota of `salt_id`; None: nobody's. What a session keeps staged
+        is under the same limit as what it leases; beyond it there is no space for it.
         """
         if self.is_draining:
             raise DrainingError("the daemon is shutting down and takes no new blocks")
@@ -251,8 +253,11 @@ class BlockStore:
             raise InvalidRequestError("a block cannot be its own ancestor")
         holdings = self.holdings
         tenant = holdings.tenants.of(salt_id)
-        grants = grant_slots(holdings, session.own, session.part, hashes, parent, tenant)
-        states = bytes(grants.states)
+        fitting = hashes[: self._blocks_to_stage(session)]
+        beyond = len(hashes) - len(fitting)
+        grants = grant_slots(holdings, session.own, session.part, fitting, parent, tenant)
+        states = bytes(grants.states) + bytes([StageState.NO_SPACE]) * beyond
+        grants.offsets.extend([0] * beyond)
         holdings.counters.update(count_states(states))
         holdings.publish()
         if not grants.granted:
@@ -459,6 +464,13 @@ class BlockStore:
 
     # ---- inner steps ----
 
+    def _blocks_to_stage(self, session: Session) -> int | None:
+        """How many blocks more the session may have staged; None: as many as it likes."""
+        if self.lender.limit_bytes is None:
+            return None
+        most = self.lender.limit_bytes // session.own.size_classes[session.part].slot_bytes
+        return max(0, most - sum(map(len, session.stages.values())))
+
     def _stage(self, session: Session, stage_id: int) -> dict[BlockHash, StagedPart]:
         stage = session.stages.get(stage_id)
         if stage is None:
@@ -517,6 +529,10 @@ class BlockStore:
         self.holdings.publish()
         self._wake_writeback()
         self._trim_soon()
+
+    def _save(self, block: Block) -> None:
+        if self.writeback is not None and block.in_dram:
+            self.writeback.offer(block)
 
     def _wake_writeback(self) -> None:
         """There may be rows to forget, or drives to look after."""

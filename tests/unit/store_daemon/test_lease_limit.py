@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from emberkv_proto.errors import PoolFullError
-from emberkv_proto.types import AcquirePolicy
+from emberkv_proto.types import AcquirePolicy, StageState
 from store_daemon.config import DaemonSection
 from store_daemon.leases import PEERS
 from tests.helpers.store import SmallStore, chain, small_namespace
@@ -66,10 +66,30 @@ async def test_a_prefix_that_many_leases_share_counts_once(small: SmallStore) ->
     assert small.store.holdings.counters["lease_limited_blocks"] == 0
 
 
+async def test_a_session_stages_no_more_than_its_share_until_it_commits(small: SmallStore) -> None:
+    session, other = small.open(SPACE), small.open(SPACE)
+    first, more = chain(SPACE, 8, 1), chain(SPACE, 8, 2)
+    one = small.store.stage(session, first, None)
+    assert small.store.stage(session, more, None).states == bytes([StageState.GRANTED] * 4) + bytes(
+        [StageState.NO_SPACE] * 4
+    )
+    for _ in range(50):
+        small.clock.now += 5.0
+        small.store.heartbeat(session)
+        small.store.tick()
+    none = small.store.stage(session, more[4:], more[3])
+    assert (none.stage_id, none.offsets) == (0, [0] * 4)
+    assert small.put(other, more[4:], more[3]) == 4
+    small.check_integrity()
+    small.store.abort(session, one.stage_id)
+    assert small.put(session, first) == 8
+
+
 async def test_peers_are_bound_by_time_and_not_by_this_limit(small: SmallStore) -> None:
     session = small.open(SPACE)
     hashes = chain(SPACE, 20)
-    small.put(session, hashes)
+    small.put(session, hashes[:10])
+    small.put(session, hashes[10:], hashes[9])
     grant = await small.store.peer_acquire(SPACE.id, hashes, 1.0, "node-2")
     assert grant.usable_blocks == 20
     assert len(small.store.lender.leases.of(PEERS)) == 1

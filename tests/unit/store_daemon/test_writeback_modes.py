@@ -165,6 +165,19 @@ async def test_trimming_orders_no_more_than_it_wants_to_free(make: Make) -> None
     assert holdings.counters["demoted_blocks"] == 5
 
 
+@pytest.mark.parametrize("mode", ["on_evict", "on_reuse"])
+async def test_what_is_pinned_for_good_is_written_in_every_mode(make: Make, mode: str) -> None:
+    small = make(mode)
+    hashes = chain(SPACE, 4)
+    small.put(small.open(SPACE), hashes)
+    small.store.operations.pin(SPACE.id, hashes[:1], 30.0)
+    await small.flush()
+    assert places(small, hashes) == "dddd"
+    small.store.operations.pin(SPACE.id, hashes[:3], None)
+    await small.flush()
+    assert places(small, hashes) == "bbbd"
+
+
 async def test_on_reuse_writes_what_was_asked_for_again_and_nothing_else(make: Make) -> None:
     small = make("on_reuse")
     session = small.open(SPACE)
