@@ -16,8 +16,8 @@ SaltIdText = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
 Bytes = Annotated[int, Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(gt=0, le=1)]
-Limit = Annotated[int, Field(ge=0)]
-"""Bytes; 0: no limit."""
+Limit = Annotated[int, Field(ge=0, le=1 << 62)]
+"""Bytes, no more than messages carry; 0: no limit."""
 Port = Annotated[int, Field(ge=0, le=65535)]
 
 

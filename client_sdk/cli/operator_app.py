@@ -23,6 +23,8 @@ EXIT_STATUS = (
     " changed first (options, token, configuration)."
 )
 PIPE_COLUMNS = 400
+MOST_BYTES = 1 << 62
+"""As many as messages carry; more than any tier has."""
 
 AddressOption = Annotated[
     str,
@@ -129,7 +131,8 @@ def unpin(
 def evict(
     tier: TierOption,
     byte_count: Annotated[
-        int, typer.Option("--bytes", min=0, help="Evict as many blocks as free this.")
+        int,
+        typer.Option("--bytes", min=0, max=MOST_BYTES, help="Evict as many blocks as free this."),
     ] = 0,
     namespace: NamespaceOption = "",
     hashes: HashesOption = "",
@@ -196,10 +199,10 @@ def quota(
         str, typer.Argument(metavar="[SALT_ID]", help="Tenant, 32 hexadecimal digits.")
     ] = "",
     dram_bytes: Annotated[
-        int | None, typer.Option("--dram-bytes", min=0, help="Limit; 0: none.")
+        int | None, typer.Option("--dram-bytes", min=0, max=MOST_BYTES, help="Limit; 0: none.")
     ] = None,
     ssd_bytes: Annotated[
-        int | None, typer.Option("--ssd-bytes", min=0, help="Limit; 0: none.")
+        int | None, typer.Option("--ssd-bytes", min=0, max=MOST_BYTES, help="Limit; 0: none.")
     ] = None,
     address: AddressOption = "",
     token_file: TokenOption = None,

@@ -135,6 +135,21 @@ def test_a_quota_is_set_shown_and_lifted(emberkv: Emberkv) -> None:
 
 
 @pytest.mark.parametrize(
+    "words",
+    [
+        ("evict", "--tier", "dram", "--bytes", str(1 << 64)),
+        ("quota", "ab" * 16, "--dram-bytes", str(1 << 64), "--ssd-bytes", "0"),
+        ("quota", "ab" * 16, "--dram-bytes", "0", "--ssd-bytes", str((1 << 62) + 1)),
+    ],
+)
+def test_more_bytes_than_any_tier_has_is_a_mistake(
+    daemon: DaemonProcess, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
+) -> None:
+    assert run_with([*words, "--address", daemon.endpoints["grpc_address"]]) == 2
+    assert "should be less" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("words", "says"),
     [
         (("pin", "--hashes", "aa"), "--namespace"),

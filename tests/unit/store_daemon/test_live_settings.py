@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from emberkv_proto.errors import ConfigError, InvalidRequestError
 from store_daemon.config import DaemonSettings
@@ -140,3 +141,10 @@ def test_without_a_configuration_there_is_nothing_to_reload() -> None:
     with pytest.raises(InvalidRequestError, match="configuration"):
         reloader.reload()
     assert counters == {"failed_reloads": 1}
+
+
+@pytest.mark.parametrize("section", ["dram", "ssd"])
+def test_a_quota_that_no_message_can_carry_is_refused(section: str) -> None:
+    assert settings(**{section: {"tenant_quota_bytes": 1 << 62}}) is not None
+    with pytest.raises(ValidationError, match="less than or equal to"):
+        settings(**{section: {"tenant_quota_bytes": 1 << 64}})
