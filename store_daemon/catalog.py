@@ -114,11 +114,6 @@ class BlockCatalog:
         self.wake(owned)
         return bool(owned)
 
-    def wake_all(self) -> None:
-        """Let all blocks be in `blocks`. O(blocks)."""
-        if self.sleeping is not None:
-            self.wake(list(self.sleeping))
-
     def children(self, block_hash: BlockHash) -> int:
         """How many blocks in DRAM, or being written there, name it as their parent."""
         return self._children.get(block_hash, 0)

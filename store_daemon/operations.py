@@ -11,6 +11,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from emberkv_proto.errors import InvalidRequestError, UnavailableError
 from emberkv_proto.types import SALT_ID_BYTES, BlockHash, NamespaceId, SaltId, Tier
@@ -210,6 +211,7 @@ class Operations:
         if tier is Tier.DRAM:
             await self._evict_oldest(namespace, byte_count, tally)
         else:
+            await self._wake_all()
             blocks = self._of(namespace, tier)
             blocks = await asyncio.to_thread(
                 lambda: sorted(blocks, key=lambda block: (block.access, -block.depth))
@@ -234,6 +236,8 @@ class Operations:
             _check_tier(tier)
         tally, kept = _Tally(), 0
         # SSD first: what leaves DRAM afterwards is then not announced as demoted.
+        if tier is not Tier.DRAM:
+            await self._wake_all()
         for each in (Tier.SSD, Tier.DRAM) if tier is None else (tier,):
             blocks = self._of(namespace, each)
             self._unpin(block for block in blocks if not self._holdings.pins.is_hard(block))
@@ -278,10 +282,16 @@ class Operations:
         holdings.unkeep(ended)
         return len(ended)
 
+    async def _wake_all(self) -> None:
+        """Let no block sleep, a few at a time. O(blocks)."""
+        catalog = self._holdings.catalog
+        asleep = iter(catalog.sleeping if catalog.sleeping is not None else ())
+        while turn := list(islice(asleep, TURN_BLOCKS)):
+            catalog.wake(turn)
+            await asyncio.sleep(0)
+
     def _of(self, namespace: StoredNamespace | None, tier: Tier) -> list[Block]:
-        """What takes room in the tier. O(blocks)."""
-        if tier is Tier.SSD:
-            self._holdings.catalog.wake_all()
+        """What takes room in the tier, but for blocks that sleep. O(blocks)."""
         return [
             block
             for block in self._holdings.catalog.blocks.values()

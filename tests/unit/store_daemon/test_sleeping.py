@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest_asyncio
 from emberkv_proto.hashing import index_keys
 from emberkv_proto.layout import Group, GroupKind
 from emberkv_proto.types import AcquirePolicy, BlockHash, SaltId, Tier
+from store_daemon import operations
 from store_daemon.block import StoredNamespace
 from store_daemon.sleeping import FEW_HASHES, MOST_PARTS, SleepingBlocks
 from store_daemon.tiers.row_table import RowTable
@@ -192,3 +194,18 @@ async def test_clearing_the_ssd_reaches_blocks_that_sleep(restarted: SmallStore)
     cleared = await restarted.store.operations.clear(Tier.SSD, None)
     assert cleared.evicted_blocks == 20
     assert restarted.book.resident[Tier.SSD] == set()
+
+
+async def test_others_run_while_an_operator_has_all_blocks_woken(
+    restarted: SmallStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(operations, "TURN_BLOCKS", 4)
+    catalog = restarted.store.holdings.catalog
+    clearing = asyncio.create_task(restarted.store.operations.clear(Tier.SSD, None))
+    seen = []
+    while catalog.sleeping is not None:
+        seen.append(len(catalog.sleeping))
+        await asyncio.sleep(0)
+    assert seen == [20, 16, 12, 8, 4]
+    assert (await clearing).evicted_blocks == 20
+    restarted.check_integrity()
