@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 
 MAX_ANCESTORS_ASKED = 1024
 """How far up a chain is followed before a block that came after its child leans on its parent."""
-
+MOST_WOKEN = 256
+"""Blocks of a tenant that one call wakes; bounds one turn of the loop."""
 
 TenantOf = Callable[[SaltId | None], "Tenant | None"]
 """The account of a salt id; None: nobody's."""
@@ -81,6 +82,8 @@ class BlockCatalog:
         self.sleeping: SleepingBlocks | None = None
         """Those of recovery that were not asked for yet; they are in no other place here."""
         self._tenant_of: TenantOf = lambda salt_id: None
+        self._awake: set[SaltId] = set()
+        """Tenants that were found to have no block that sleeps."""
         self.holes = 0
         """Blocks that came to DRAM while their parent was in no tier."""
 
@@ -109,8 +112,15 @@ class BlockCatalog:
             self.sleeping = None
 
     def wake_owned(self, salt_id: SaltId) -> bool:
-        """Let a tenant's blocks be in `blocks`; False: none of them slept. O(blocks)."""
-        owned = self.sleeping.of_salt(salt_id) if self.sleeping is not None else []
+        """Let some of a tenant's blocks be in `blocks`; False: none of them slept.
+
+        O(blocks that slept at the start), in C.
+        """
+        if self.sleeping is None or salt_id in self._awake:
+            return False
+        owned = self.sleeping.of_salt(salt_id, MOST_WOKEN)
+        if len(owned) < MOST_WOKEN:
+            self._awake.add(salt_id)
         self.wake(owned)
         return bool(owned)
 

@@ -116,7 +116,9 @@ class QuotaEviction:
             if not tenant.exceeds_ssd(byte_count):
                 break
             victim = tenant.on_ssd.next(_may_leave_ssd, passed_over.append)
-            if victim is None and self._catalog.wake_owned(tenant.salt_id):
+            # What slept since the start is older than what was used since.
+            is_young = victim is None or victim.access
+            if is_young and self._catalog.wake_owned(tenant.salt_id):
                 continue
             if victim is None or len(passed_over) > MOST_PASSED_OVER:
                 break

@@ -129,10 +129,10 @@ def test_bytes_are_counted_for_each_tenant_also_where_their_ids_begin_alike() ->
     sleeping = asleep(rows)
     size = record_bytes(5000)
     assert sleeping.bytes_by_salt() == {SALT: 2 * size, other: size}
-    assert sleeping.of_salt(other) == [HASHES[3]]
+    assert sleeping.of_salt(other, 9) == [HASHES[3]]
     sleeping.wake([HASHES[1], HASHES[3]])
     assert sleeping.bytes_by_salt() == {SALT: size}
-    assert sleeping.of_salt(other) == []
+    assert sleeping.of_salt(other, 9) == []
 
 
 @pytest_asyncio.fixture
