@@ -81,6 +81,8 @@ def parent_from_wire(packed: bytes) -> BlockHash | None:
 def salt_id_from_wire(packed: bytes) -> SaltId | None:
     if packed and len(packed) != SALT_ID_BYTES:
         raise InvalidRequestError(f"salt_id has {len(packed)} bytes; wanted 16, or none")
+    if packed and not any(packed):
+        raise InvalidRequestError("salt_id is all zeros, which stands for nobody on disk")
     return SaltId(packed) if packed else None
 
 

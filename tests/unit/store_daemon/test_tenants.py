@@ -27,6 +27,8 @@ def test_a_salt_id_is_16_bytes_of_blake3_and_no_salt_is_nobody() -> None:
     assert salt_id_from_wire(ANN) == ANN
     with pytest.raises(InvalidRequestError, match="salt_id has 15 bytes"):
         salt_id_from_wire(b"a" * 15)
+    with pytest.raises(InvalidRequestError, match="stands for nobody"):
+        salt_id_from_wire(bytes(16))
 
 
 def test_salt_ids_of_a_peers_blocks_survive_the_wire_and_nobodys_cost_nothing() -> None:
