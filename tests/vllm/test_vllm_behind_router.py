@@ -55,7 +55,7 @@ def test_a_follow_up_goes_where_its_prefix_is_and_moves_with_its_cache(
 
         def settle() -> None:
             for address in addresses:
-                await_agreement(f"127.0.0.1:{index_port}", address)
+                await_agreement(f"127.0.0.1:{index_port}", address, 60.0)
 
         url = router.endpoint["url"]
         rng = random.Random(12)
