@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from client_sdk.borrowed import Buffer, StagedBlocks, pack_hashes, whole_parts
@@ -37,8 +37,8 @@ class PutResult:
 
     committed_blocks: int
     states: tuple[StageState, ...]
-    """Of each block when it was staged. After a NO_SPACE those of later batches are NO_SPACE too:
-    they were not asked for."""
+    """Of each block when it was staged. Behind a NO_SPACE that stayed one nothing was asked for:
+    those blocks are NO_SPACE too."""
 
 
 class _Batch(StagedBlocks):
@@ -127,6 +127,11 @@ class PutPipeline:
         self._batch: _Batch | None = None
         """The one that is copied."""
         self._committed_blocks = 0
+        self._next = 0
+        """The first block that is not asked for."""
+        self._most_asked = 2
+        self._cut_at: int | None = None
+        """The block that had no space when this was seen last."""
 
     def run(self) -> PutResult:
         """Write all blocks that the daemon grants.
@@ -157,13 +162,11 @@ class PutPipeline:
 
     def _write_all(self, session: Session) -> None:
         self._session = session
-        spans = self._spans()
-        self._ask_next(spans)
-        while self._asked:
-            self._ask_next(spans)
+        while self._asked or self._next < len(self._hashes):
+            while len(self._asked) < self._most_asked and self._next < len(self._hashes):
+                self._ask_next()
             batch = self._batch = self._take_grant()
-            states = batch.packed_states
-            self._states[batch.blocks.start : batch.blocks.stop] = states
+            self._note(batch)
             if batch.chosen:
                 request = batch.commit_request(self._copy(batch))
                 answer = self._connection.send_on(
@@ -171,23 +174,36 @@ class PutPipeline:
                 )
                 self._committing.append(_Committing(batch, answer))
             self._batch = None
-            if StageState.NO_SPACE in states:
+            cut = batch.packed_states.find(StageState.NO_SPACE)
+            if cut >= 0 and not self._go_on_alone(batch.blocks.start + cut):
                 break
             while len(self._committing) > MOST_UNANSWERED:
                 self._take_commit()
-        self._abort_asked()
         while self._committing:
             self._take_commit()
 
-    def _spans(self) -> Iterator[range]:
-        size = max(1, min(BATCH_BLOCKS, BATCH_BYTES // self._part_bytes))
-        count = len(self._hashes)
-        return (range(at, min(at + size, count)) for at in range(0, count, size))
+    def _go_on_alone(self, block: int) -> bool:
+        """Ask for a block again that had no space, once no other slot is held by us.
 
-    def _ask_next(self, spans: Iterator[range]) -> None:
-        blocks = next(spans, None)
-        if blocks is None:
-            return
+        There is a limit to what a session may hold. False: asked so, it had no space either.
+        """
+        self._abort_asked()
+        while self._committing:
+            self._take_commit()
+        if block == self._cut_at:
+            return False
+        self._cut_at = self._next = block
+        self._most_asked = 1
+        return True
+
+    def _note(self, batch: _Batch) -> None:
+        for block, state in zip(batch.blocks, batch.packed_states, strict=True):
+            if self._states[block] == StageState.NO_SPACE:
+                self._states[block] = state
+
+    def _ask_next(self) -> None:
+        size = max(1, min(BATCH_BLOCKS, BATCH_BYTES // self._part_bytes))
+        blocks = range(self._next, min(self._next + size, len(self._hashes)))
         parent = self._hashes[blocks.start - 1] if blocks.start else self._parent
         request = store_pb2.StageRequest(
             hashes=pack_hashes(self._hashes[blocks.start : blocks.stop]),
@@ -199,6 +215,7 @@ class PutPipeline:
             self._session, Method.STAGE, request, store_pb2.StageResponse
         )
         self._asked.append(_Asked(blocks, sent_at, answer))
+        self._next = blocks.stop
 
     def _take_grant(self) -> _Batch:
         asked = self._asked.popleft()

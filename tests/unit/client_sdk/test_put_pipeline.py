@@ -193,10 +193,31 @@ def test_a_full_pool_takes_what_fits_and_is_not_asked_again(tmp_path: Path, slot
         put = client.put(CHAIN, written, PARENT)
         assert put.committed_blocks == slots
         assert put.states == (StageState.GRANTED,) * slots + (StageState.NO_SPACE,) * (9 - slots)
-        assert daemon.seen.count(Method.STAGE) <= 1 + min(5, slots // BATCH + 2)
+        assert daemon.seen.count(Method.STAGE) <= 2 + min(5, slots // BATCH + 2)
         if slots:
             check_read_back(client, CHAIN[:slots], written[: slots * PART_BYTES])
         check_nothing_is_held(client, daemon)
+
+
+@pytest.mark.parametrize("most", [1, 2, 3])
+def test_who_may_hold_few_slots_goes_on_with_one_batch_at_a_time(
+    client: SyncClient, daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    plain = daemon._stage
+
+    def stage(request: Any, stages: list[int]) -> Any:
+        free, left = daemon._free, most - sum(map(len, daemon._stages.values()))
+        daemon._free = free[:left]
+        answer = plain(request, stages)
+        daemon._free += free[left:]
+        return answer
+
+    monkeypatch.setattr(daemon, "_stage", stage)
+    written = content(9)
+    put = client.put(CHAIN, written)
+    assert put == put_pipeline.PutResult(9, (StageState.GRANTED,) * 9)
+    check_read_back(client, CHAIN, written)
+    check_nothing_is_held(client, daemon)
 
 
 @pytest.mark.parametrize("number", [1, 2, 4])
