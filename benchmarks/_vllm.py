@@ -20,7 +20,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 HERE = Path(__file__).parent
-START_SECONDS = 240.0
+START_SECONDS = 400.0
 ANSWER_SECONDS = 120.0
 STOP_SECONDS = 20.0
 PAGE_TOKENS = 32

@@ -27,7 +27,7 @@ def test_a_server_killed_and_started_again_finds_all_full_blocks(
         right = [_complete(server, tokens)[0] for tokens in asked]
     with DaemonProcess(tmp_path / "daemon", capacity_bytes=192 * MIB) as daemon:
         # A busy machine must not turn a hit into a miss here.
-        patient = transfer_config(daemon.socket_path, timeout_seconds=5.0)
+        patient = transfer_config(daemon.socket_path, timeout_seconds=60.0, load_seconds=60.0)
         transfer = f"--kv-transfer-config={json.dumps(patient)}"
         with Server(tmp_path / "server", model, transfer, ranks=ranks) as server:
             assert [_complete(server, tokens) for tokens in asked] == [(t, 0) for t in right]
