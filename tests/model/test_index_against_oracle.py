@@ -14,6 +14,8 @@ from global_index.index import BlockIndex, Holder
 from global_index.memory_index import MemoryIndex
 from global_index.naive_index import NaiveIndex
 
+pytestmark = pytest.mark.timeout(300)
+"""The first run compiles the kernels."""
 CAPACITY = 900
 HOLDERS = st.sampled_from([0, 1, 2, 3, 4, 5, 63, 64, 200]).map(Holder)
 TIERS = st.sampled_from(list(Tier))
