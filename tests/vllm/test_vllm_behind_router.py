@@ -38,6 +38,7 @@ def test_a_follow_up_goes_where_its_prefix_is_and_moves_with_its_cache(
                     settings={
                         "daemon.grpc_port": address.rpartition(":")[2],
                         "daemon.index_address": f"127.0.0.1:{index_port}",
+                        "daemon.peer_timeout_seconds": 20.0,
                     },
                 )
             )
@@ -48,7 +49,9 @@ def test_a_follow_up_goes_where_its_prefix_is_and_moves_with_its_cache(
         router.spawn()
         servers = [Server(tmp_path / f"server-{n}", model) for n in range(2)]
         for number, (server, daemon) in enumerate(zip(servers, daemons, strict=True)):
-            transfer = transfer_config(daemon.socket_path, engine_url=server.url)
+            transfer = transfer_config(
+                daemon.socket_path, engine_url=server.url, load_seconds=60.0, peer_seconds=20.0
+            )
             transfer["engine_id"] = f"vllm-{number}"
             server.add(f"--kv-transfer-config={json.dumps(transfer)}")
             stack.enter_context(server)
