@@ -50,7 +50,11 @@ def test_a_follow_up_goes_where_its_prefix_is_and_moves_with_its_cache(
         servers = [Server(tmp_path / f"server-{n}", model) for n in range(2)]
         for number, (server, daemon) in enumerate(zip(servers, daemons, strict=True)):
             transfer = transfer_config(
-                daemon.socket_path, engine_url=server.url, load_seconds=60.0, peer_seconds=20.0
+                daemon.socket_path,
+                engine_url=server.url,
+                timeout_seconds=20.0,
+                load_seconds=60.0,
+                peer_seconds=20.0,
             )
             transfer["engine_id"] = f"vllm-{number}"
             server.add(f"--kv-transfer-config={json.dumps(transfer)}")

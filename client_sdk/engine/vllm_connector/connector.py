@@ -93,7 +93,13 @@ class EmberConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return
         if role is KVConnectorRole.SCHEDULER:
             ranks = int(vllm_config.parallel_config.tensor_parallel_size)
-            client = self._client(self._shape, 0, "scheduler", self._engine_info(self._shape))
+            client = self._client(
+                self._shape,
+                0,
+                "scheduler",
+                self._settings.timeout_seconds,
+                self._engine_info(self._shape),
+            )
             self._scheduler = SchedulerHalf(client, self._shape, ranks, self._settings, self._stats)
             try:
                 client.connect()  # announces the engine; heartbeats keep trying
@@ -188,7 +194,10 @@ class EmberConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             log.error("EmberKV cannot use this engine's cache: %s", error)
             return
         rank = _tensor_parallel_rank()
-        loader, saver = (self._client(shape, rank, job) for job in ("load", "save"))
+        # Their threads may wait, unlike the scheduler: as long as a load may take.
+        loader, saver = (
+            self._client(shape, rank, job, settings.load_seconds) for job in ("load", "save")
+        )
         self._worker = WorkerHalf(
             loader,
             saver,
@@ -286,15 +295,21 @@ class EmberConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         log.exception("EmberKV: %s failed; the engine goes on without it", call)
 
     def _client(
-        self, shape: PageShape, part: int, job: str, engine: EngineInfo | None = None
+        self,
+        shape: PageShape,
+        part: int,
+        job: str,
+        seconds: float,
+        engine: EngineInfo | None = None,
     ) -> SyncClient:
+        """A session whose calls cost at most `seconds` each."""
         client = SyncClient(
             self._settings.socket_path,
             shape.namespace,
             part=part,
             engine=engine,
             client_name=f"vllm {job} pid {os.getpid()}",
-            timeout_seconds=self._settings.timeout_seconds,
+            timeout_seconds=seconds,
         )
         self._clients.append(client)
         return client

@@ -25,7 +25,7 @@ class ConnectorSettings:
     peer_seconds: float = 0.5
     """How long a request waits for what other nodes have, before it is admitted without."""
     timeout_seconds: float = 0.25
-    """What one call to the daemon may cost."""
+    """What one call of the scheduler to the daemon may cost."""
     verify: bool = True
     """Compare loaded blocks with their checksums."""
     block_tokens: int | None = None
