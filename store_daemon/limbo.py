@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 from store_daemon.tiers.slots import Slot
 
 
 class Limbo:
-    """Neither free nor anybody's, until their time is over."""
+    """Neither free nor anybody's, until their time is over.
 
-    def __init__(self, unlink: Callable[[Slot], None]) -> None:
-        """`unlink`: takes a slot's old block out of the pool file."""
-        self._unlink = unlink
+    In the pool file they stay STAGED: a daemon that starts meanwhile lets them rest anew.
+    """
+
+    def __init__(self) -> None:
         self._resting: list[tuple[float, Slot]] = []
 
     def __iter__(self) -> Iterator[Slot]:
@@ -20,9 +21,7 @@ class Limbo:
             yield slot
 
     def rest(self, slots: Iterable[Slot], until: float) -> None:
-        for slot in slots:
-            self._unlink(slot)
-            self._resting.append((until, slot))
+        self._resting += [(until, slot) for slot in slots]
 
     def rested(self, now: float) -> list[Slot]:
         """Take out the slots that may be used again."""

@@ -110,7 +110,7 @@ class BlockStore:
         )
         self._last_session = 0
         self._last_stage = 0
-        self.limbo = Limbo(pool.unlink)
+        self.limbo = Limbo()
         self._tasks: list[asyncio.Task[None]] = []
         self._is_trimming = False
 
@@ -481,7 +481,6 @@ class BlockStore:
 
     def _unstage(self, session: Session, stage: dict[BlockHash, StagedPart]) -> list[Slot]:
         for staged in stage.values():
-            self.holdings.pool.unlink(staged.slot)
             self.holdings.abort_part(staged.block, session.part)
         self.holdings.publish()
         return [staged.slot for staged in stage.values()]

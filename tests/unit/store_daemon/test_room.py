@@ -122,7 +122,7 @@ def small_room(extents: int = 5) -> Iterator[Room]:
         holdings = Holdings(config, pool, FakeClock())
         holdings.sink = EventBook()
         try:
-            yield Room(holdings, Limbo(pool.unlink))
+            yield Room(holdings, Limbo())
         finally:
             pool.close()
 

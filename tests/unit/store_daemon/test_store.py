@@ -20,6 +20,7 @@ from emberkv_proto.errors import (
 )
 from emberkv_proto.hashing import checksum
 from emberkv_proto.layout import Namespace
+from emberkv_proto.shm_layout import STATE_OFFSET, SlotState, pack_state
 from emberkv_proto.types import AcquirePolicy, BlockHash, NamespaceId, Source, StageState, Tier
 from store_daemon import leases, lending
 from store_daemon.leases import Lease
@@ -132,6 +133,27 @@ async def test_slots_of_a_writer_that_was_cut_off_rest_before_they_are_used(make
     small.store.tick()
     small.store.end_session(other)
     assert small.store.holdings.pool.slots.used_bytes == 0
+
+
+async def test_a_killed_daemon_lets_the_slots_of_a_cut_off_writer_rest_anew(make: Make) -> None:
+    small = make()
+    session = small.open(NAMESPACE)
+    offsets = set(small.store.stage(session, HASHES[:2], None).offsets)
+    small.store.cut_session(session)
+    resting = list(small.store.limbo)
+    words = {state: pack_state(state) for state in SlotState}
+
+    def state_words() -> set[bytes]:
+        """The states in the pool file, which is what a new life finds."""
+        view = small.store.holdings.pool._view
+        starts = [slot.header_offset + STATE_OFFSET for slot in resting]
+        return {bytes(view[start : start + 4]) for start in starts}
+
+    assert {slot.offset for slot in resting} == offsets
+    assert state_words() == {words[SlotState.STAGED]}
+    small.clock.now += small.settings.daemon.lease_seconds
+    small.store.tick()
+    assert state_words() == {words[SlotState.FREE]}
 
 
 @pytest.mark.parametrize(
