@@ -139,8 +139,8 @@ def test_a_put_whose_daemon_is_killed_leaves_whole_blocks_only(
     daemon.start()
     wait_until(lambda: client.is_connected)
     hit = client.probe(LONG_CHAIN).hit_blocks
+    # Killed in the middle of a commit it has published some of the batch, each of them whole.
     assert known <= hit <= 192, "a batch that was not copied yet was committed"
-    assert hit % put_pipeline.BATCH_BLOCKS == 0
     check_readable(client, LONG_CHAIN[:hit])
     monkeypatch.undo()
     assert client.put(LONG_CHAIN, written).committed_blocks == 300 - hit
