@@ -242,6 +242,12 @@ def test_preempted_requests_come_back_alike_from_a_tiny_cache(
         for _ in range(3):
             assert texts(engine.generate(asked, 60)) == right
             engine.forget()
+        # A step that computed on pages which were not filled must leave nothing in the store.
+        _spoil(small, asked[2]["tokens"], (1,))
+        for _ in range(2):
+            assert texts(engine.generate(asked, 60)) == right
+            engine.forget()
         counted = engine.counters()
+        assert counted["failed_blocks"] > 0
         assert counted["vllm:num_preemptions"] > 0
         assert counted["loaded_blocks"] > 0

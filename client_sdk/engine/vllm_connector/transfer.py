@@ -21,6 +21,9 @@ from emberkv_proto.errors import ChecksumUnknownError, CorruptionError, EmberErr
 from emberkv_proto.types import AcquirePolicy, StageState
 
 log = logging.getLogger("vllm.emberkv.transfer")
+DOUBTED_STEPS = 8
+"""Steps whose saves are dropped after a load that a step waited for has failed: that step computed
+on pages that were not filled, and the engine may have queued a few more before it learns of it."""
 
 
 @dataclass(eq=False, slots=True)
@@ -81,6 +84,7 @@ class WorkerHalf:
         self._stats = EmberStats()
         self._awaited: list[_Load] = []
         """Loads that this step's forward pass waits for, layer by layer."""
+        self._doubted_steps = 0
         self._saving: dict[str, list[_Save]] = {}
         self._leaving: set[str] = set()
         """Finished requests whose pages are kept for us."""
@@ -105,9 +109,12 @@ class WorkerHalf:
 
     def wait_for_step(self) -> None:
         """Return once every load that this step waits for has ended."""
+        self._doubted_steps = max(self._doubted_steps - 1, 0)
         for load in self._awaited:
             for done in load.layers_done:
                 done.wait()
+            if load.filled_pages < len(load.plan.pages):
+                self._doubted_steps = DOUBTED_STEPS
         self._awaited = []
 
     def save(self, plans: Sequence[SavePlan]) -> None:
@@ -115,6 +122,12 @@ class WorkerHalf:
 
         They must stay until the report says that the save ended.
         """
+        if self._doubted_steps:
+            with self._lock:
+                ended = self._ended.report.saves_ended
+                for plan in plans:
+                    ended[plan.request_id] = ended.get(plan.request_id, 0) + 1
+            return
         fence = self._pages.fence()
         for plan in plans:
             save = _Save(plan, fence)
