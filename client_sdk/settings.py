@@ -92,16 +92,14 @@ def load_with_origins(
             values.setdefault(section, {})  # an unknown name is refused, even with nothing in it
             for key, value in keys.items():
                 _put(values, origins, section, key, value, f"file {path}")
-    for section, key, value, origin in _from_environment(
-        os.environ if environ is None else environ
-    ):
-        _put(values, origins, section, key, value, origin)
+    for section, key, text, origin in _from_environment(os.environ if environ is None else environ):
+        _put(values, origins, section, key, _value(kind, section, key, text), origin)
     for override in overrides:
         name, equals, text = override.partition("=")
         section, dot, key = name.partition(".")
         if not equals or not dot:
             raise ConfigError(f"--set {override!r}: wanted section.key=value")
-        _put(values, origins, section, key, _scalar(text), f"--set {name}")
+        _put(values, origins, section, key, _value(kind, section, key, text), f"--set {name}")
     _refuse_missing_underscore(kind, os.environ if environ is None else environ)
     own = {section: keys for section, keys in values.items() if section in kind.model_fields}
     _check_names(kind, values, origins)
@@ -130,12 +128,12 @@ def _read_file(path: Path) -> dict[str, dict[str, Any]]:
     return {str(section): dict(keys or {}) for section, keys in loaded.items()}
 
 
-def _from_environment(environ: Mapping[str, str]) -> list[tuple[str, str, Any, str]]:
+def _from_environment(environ: Mapping[str, str]) -> list[tuple[str, str, str, str]]:
     found = []
     for name in sorted(environ):
         if name.startswith(ENV_PREFIX) and "__" in name:
             section, _, key = name[len(ENV_PREFIX) :].lower().partition("__")
-            found.append((section, key, _scalar(environ[name]), f"environment {name}"))
+            found.append((section, key, environ[name], f"environment {name}"))
     return found
 
 
@@ -151,6 +149,16 @@ def _refuse_missing_underscore(kind: type[Settings], environ: Mapping[str, str])
             if wrong in environ and not environ[wrong].startswith(("tcp://", "udp://")):
                 right = f"{ENV_PREFIX}{section}__{key}".upper()
                 raise ConfigError(f"environment {wrong} has no effect; did you mean {right!r}?")
+
+
+def _value(kind: type[Settings], section: str, key: str, text: str) -> Any:
+    """What a text stands for. A key that is text stays so: a node may be called 17, or "on"."""
+    value = _scalar(text)
+    if isinstance(value, str):
+        return value
+    field = kind.model_fields.get(section)
+    keys = getattr(field.annotation, "model_fields", {}) if field is not None else {}
+    return text if key in keys and keys[key].annotation is str else value
 
 
 def _scalar(text: str) -> Any:

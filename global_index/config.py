@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -10,8 +9,8 @@ from pydantic import Field, field_validator, model_validator
 
 from client_sdk.logs import LogFormat, LogLevel
 from client_sdk.settings import Section, Settings, TlsFiles, tls_files_of
+from global_index.dns_nodes import SCHEME, HostPort
 
-_ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):(\d{1,5})")
 Seconds = Annotated[float, Field(gt=0)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 
@@ -21,7 +20,10 @@ class IndexSection(Section):
     port: Port = 7200
     """gRPC service Index. 0 picks a free port."""
     nodes: tuple[str, ...] = ()
-    """gRPC addresses (host:port) of the store daemons to follow."""
+    """gRPC addresses of the store daemons to follow: host:port, or dns:///name:port for all the
+    addresses that a name has, as the one of a headless Service."""
+    resolve_seconds: Seconds = 5.0
+    """How often such names are looked up."""
     capacity_blocks: Annotated[int, Field(ge=1024, le=1 << 31)] = 8 * 1024 * 1024
     """Distinct blocks over all nodes. New ones beyond it are refused and counted."""
     suspect_seconds: Seconds = 3.0
@@ -46,12 +48,24 @@ class IndexSection(Section):
     @classmethod
     def _addresses(cls, nodes: tuple[str, ...]) -> tuple[str, ...]:
         for address in nodes:
-            match = _ADDRESS.fullmatch(address)
-            if not match or not 1 <= int(match[2]) <= 65535:
-                raise ValueError(f"{address!r} is not host:port")
+            HostPort.parse(address.removeprefix(SCHEME))
         if len(set(nodes)) < len(nodes):
             raise ValueError("an address stands twice")
         return nodes
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Daemons that are named one by one."""
+        return tuple(node for node in self.nodes if not node.startswith(SCHEME))
+
+    @property
+    def names(self) -> tuple[HostPort, ...]:
+        """Names that stand for any number of daemons."""
+        return tuple(
+            HostPort.parse(node.removeprefix(SCHEME))
+            for node in self.nodes
+            if node.startswith(SCHEME)
+        )
 
     def tls_files(self) -> TlsFiles | None:
         return tls_files_of(self.tls_cert_file, self.tls_key_file, self.tls_ca_file)

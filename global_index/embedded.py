@@ -18,6 +18,7 @@ from emberkv_proto.types import NodeHit, NodeId
 from global_index.config import IndexSection
 from global_index.dict_index import DictIndex
 from global_index.directory import ChainTrace, NodeDirectory, NodeView
+from global_index.dns_nodes import Changes, HostPort, NameCounts, NodeNames, follow
 from global_index.index import BlockIndex, TableSize
 from global_index.membership import Membership
 from global_index.subscriber import StreamCounts, Subscriber
@@ -81,21 +82,25 @@ class GlobalIndex:
         self._subscribers: dict[str, Subscriber] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._ticker: asyncio.Task[None] | None = None
+        self._names = NodeNames(section.names)
+        self._lookups: asyncio.Task[None] | None = None
         self.faults = 0
         """Restarts of a task after an error that nobody foresaw."""
 
     async def start(self) -> None:
         """Begin to follow `index.nodes`. Returns at once; rows arrive as daemons answer."""
         self._ticker = asyncio.create_task(self._supervise("ticker", self._tick_for_ever))
-        for address in self._section.nodes:
+        for address in self._section.addresses:
             self.subscribe(address)
+        if self._names.counts:
+            self._lookups = asyncio.create_task(self._supervise("lookups", self._follow_names))
 
     async def stop(self) -> None:
         """End all tasks; rows stay and can still be asked for."""
-        tasks = [*self._tasks.values()] + ([self._ticker] if self._ticker else [])
+        tasks = [*self._tasks.values()] + [t for t in (self._ticker, self._lookups) if t]
         self._tasks.clear()
         self._subscribers.clear()
-        self._ticker = None
+        self._ticker = self._lookups = None
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -160,8 +165,23 @@ class GlobalIndex:
         """How each address's connection fares."""
         return {address: sub.counts for address, sub in self._subscribers.items()}
 
+    def lookups(self) -> dict[HostPort, NameCounts]:
+        """How the lookups of each name in `index.nodes` fare."""
+        return self._names.counts
+
     def check_integrity(self) -> None:
         self._directory.check_integrity()
+        self._names.check_integrity()
+
+    async def _follow_names(self) -> None:
+        await follow(self._names, self._renew, self._section.resolve_seconds)
+
+    async def _renew(self, changes: Changes) -> None:
+        for address in changes.added:
+            self.subscribe(address)
+        for address in changes.removed:
+            if address not in self._section.addresses:
+                await self.unsubscribe(address)
 
     async def _end_streams(self, addresses: tuple[str, ...]) -> None:
         tasks = [self._tasks.pop(address) for address in addresses if address in self._tasks]

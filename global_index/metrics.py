@@ -82,6 +82,20 @@ class IndexCollector(Collector):
             losses.add_metric([address], counts.losses)
             malformed.add_metric([address], counts.malformed)
         yield from (losses, malformed)
+        yield from self._lookups()
+
+    def _lookups(self) -> Iterable[Metric]:
+        """Of names that stand for many daemons."""
+        found = GaugeMetricFamily(
+            "emberkv_index_name_addresses", "In the last answer for a name.", labels=["name"]
+        )
+        failures = CounterMetricFamily(
+            "emberkv_index_lookup_failures", "Lookups of a name that failed.", labels=["name"]
+        )
+        for name, counts in self._index.lookups().items():
+            found.add_metric([str(name)], counts.addresses)
+            failures.add_metric([str(name)], counts.failures)
+        yield from (found, failures)
 
 
 class IndexMetrics:

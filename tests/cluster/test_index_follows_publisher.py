@@ -56,3 +56,33 @@ async def test_index_equals_the_publisher_s_digests_after_random_changes(node: P
         assert view.tiers[0].blocks == len(truth)
         assert (view.counts.gaps, view.counts.digest_mismatches) == (0, 0)
         index.check_integrity()
+
+
+async def test_a_daemon_is_found_by_its_name_and_left_when_the_name_drops_it(
+    node: PeerNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port = int(node.grpc_address.rpartition(":")[2])
+    section = IndexSection(
+        nodes=(f"dns:///localhost:{port}",),
+        resolve_seconds=0.05,
+        suspect_seconds=0.5,
+        gone_seconds=1.0,
+        capacity_blocks=10_000,
+    )
+    loop = asyncio.get_running_loop()
+    real, answers_nobody = loop.getaddrinfo, False
+
+    async def lookup(*arguments: object, **keywords: object) -> object:
+        return [] if answers_nobody else await real(*arguments, **keywords)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(loop, "getaddrinfo", lookup)
+    async with GlobalIndex(section) as index, aio.timeout(20):
+        while not index.nodes():  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        (counts,) = index.lookups().values()
+        assert counts.addresses >= 1
+        answers_nobody = True
+        while index.nodes():  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        assert index.streams() == {}
+        index.check_integrity()

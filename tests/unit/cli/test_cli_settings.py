@@ -75,6 +75,12 @@ def test_a_name_in_the_environment_that_lacks_an_underscore_is_refused() -> None
     load_settings(Parts, None, (), kubernetes)
 
 
+@pytest.mark.parametrize("name", ["17", "on", "1e3", "0x1f", "null", "2026-11-30"])
+def test_a_name_that_looks_like_another_kind_of_value_stays_text(name: str) -> None:
+    assert load_settings(Parts, None, (), {"EMBERKV_ENGINE__MODEL": name}).engine.model == name
+    assert load_settings(Parts, None, (f"engine.model={name}",), {}).engine.model == name
+
+
 def test_sections_of_other_parts_are_left_alone(tmp_path: Path) -> None:
     path = write(tmp_path, "dram: {capacity_bytes: 1}\nengine: {layers: 2}")
     assert load_settings(Parts, path, (), {}).engine.layers == 2
