@@ -6,10 +6,12 @@ answers. A block's holders are one integer with three bits a holder: HBM, DRAM, 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import islice
 
 from emberkv_proto.events import Keys
 from emberkv_proto.types import IndexKey, Tier, TierDigest
+from global_index.base_links import BaseLinks
 from global_index.index import (
     EVERYTHING,
     MAX_HOLDERS,
@@ -25,6 +27,27 @@ _FIRST_BITS = sum(1 << (_HOLDER_BITS * holder) for holder in range(MAX_HOLDERS))
 """The lowest of each holder's bits."""
 
 
+@dataclass(slots=True)
+class _Run:
+    """One holder's leading run while it is walked: its stays in HBM and in DRAM."""
+
+    tier: Tier | None = None
+    since: int = 0
+    hbm: int = 0
+    dram: int = 0
+
+    def go_on(self, position: int, tier: Tier | None) -> None:
+        if self.tier is Tier.HBM:
+            self.hbm += position - self.since
+        elif self.tier is Tier.DRAM:
+            self.dram += position - self.since
+        self.tier, self.since = tier, position
+
+    def hit(self, holder: Holder, end: int) -> HolderHit:
+        self.go_on(end, None)
+        return HolderHit(holder, end, self.hbm, self.dram)
+
+
 class DictIndex:
     """A `BlockIndex`. Removing a holder or clearing a tier scans the dict."""
 
@@ -34,6 +57,7 @@ class DictIndex:
         self._capacity = capacity_blocks
         self._blocks: dict[int, int] = {}
         self._digests: dict[tuple[Holder, Tier], TierDigest] = {}
+        self._links = BaseLinks()
 
     def apply_stored(self, holder: Holder, tier: Tier, keys: Keys) -> Applied:
         blocks, bit = self._blocks, _bit(holder, tier)
@@ -79,55 +103,48 @@ class DictIndex:
     def remove_holder(self, holder: Holder, budget_slots: int = EVERYTHING) -> bool:
         """A dict has no slots to go on from: the budget bounds the rows removed, not the scan."""
         mask = 0b111 << (_HOLDER_BITS * holder)
-        if not any(self.digest(holder, tier).blocks for tier in Tier):
-            return True
         found = (key for key, held in self._blocks.items() if held & mask)
-        keys = list(islice(found, min(budget_slots, len(self._blocks))))
+        left = sum(self.digest(holder, tier).blocks for tier in Tier)
+        keys = list(islice(found, min(budget_slots, left)))
         for key in keys:
             for tier in Tier:
                 if self._blocks[key] & _bit(holder, tier):
                     self._count(holder, tier, -1, key)
         self._strip(keys, mask)
-        return not any(self.digest(holder, tier).blocks for tier in Tier)
+        if any(self.digest(holder, tier).blocks for tier in Tier):
+            return False
+        self._links.forget(holder)
+        return True
+
+    def set_base(self, holder: Holder, base: Holder | None) -> None:
+        self._links.set_base(holder, base)
 
     def query(self, keys: Keys) -> list[HolderHit]:
-        get, hits = self._blocks.get, []
-        active = was_hbm = was_dram = 0
-        since: dict[int, list[int]] = {}
-        chain = keys.tolist()
-        for position in range(len(chain) + 1):
-            held = get(chain[position], 0) if position < len(chain) else 0
-            present = (held | held >> 1 | held >> 2) & _FIRST_BITS
-            if position == 0:
-                active = present
-                since = {holder: [0, 0, 0, 0] for holder in _holders(active)}
-            gone = active & ~present
-            active &= present
-            hbm = held & active
-            dram = held >> 1 & active & ~hbm
-            # Only holders that leave or change tier are touched, whatever the chain's length.
-            for kind, was, now in ((0, was_hbm, hbm), (1, was_dram, dram)):
-                for holder in _holders(was ^ now):
-                    stay = since[holder]
-                    if now >> (_HOLDER_BITS * holder) & 1:
-                        stay[kind] = position
-                    else:
-                        stay[2 + kind] += position - stay[kind]
-            for holder in _holders(gone):
-                stay = since[holder]
-                hits.append(HolderHit(Holder(holder), position, stay[2], stay[3]))
-            if not active:
-                break
-            was_hbm, was_dram = hbm, dram
-        return hits
+        hits: list[HolderHit] = []
+        runs: dict[Holder, _Run] = {}
+        was = 0
+        for position, key in enumerate(keys.tolist()):
+            held = self._blocks.get(key, 0)
+            # Only holders whose tiers change are touched, whatever the chain's length.
+            changed = held ^ was
+            was = held
+            for seen in _holders((changed | changed >> 1 | changed >> 2) & _FIRST_BITS):
+                for holder in (seen, *self._links.dependants(seen)):
+                    if position == 0:
+                        runs.setdefault(holder, _Run())
+                    if holder in runs:
+                        runs[holder].go_on(position, self._fastest(held, holder))
+                        if runs[holder].tier is None:
+                            hits.append(runs.pop(holder).hit(holder, position))
+            if not runs:
+                return hits
+        return hits + [run.hit(holder, keys.size) for holder, run in runs.items()]
 
     def holdings(self, key: IndexKey) -> tuple[Holding, ...]:
         held = self._blocks.get(key, 0)
         present = (held | held >> 1 | held >> 2) & _FIRST_BITS
         return tuple(
-            Holding(
-                Holder(holder), tuple(tier for tier in Tier if held & _bit(Holder(holder), tier))
-            )
+            Holding(holder, tuple(tier for tier in Tier if held & _bit(holder, tier)))
             for holder in _holders(present)
         )
 
@@ -138,6 +155,7 @@ class DictIndex:
         return TableSize(len(self._blocks), self._capacity, 0)
 
     def check_integrity(self) -> None:
+        self._links.check_integrity()
         assert len(self._blocks) <= self._capacity, "more blocks than capacity"
         counted: dict[tuple[Holder, Tier], TierDigest] = {}
         for key, held in self._blocks.items():
@@ -148,6 +166,14 @@ class DictIndex:
                     old = counted.get((holding.holder, tier), TierDigest(tier, 0, 0))
                     counted[holding.holder, tier] = TierDigest(tier, old.blocks + 1, old.xor ^ key)
         assert counted == self._digests, "digests differ from the rows"
+
+    def _fastest(self, held: int, holder: Holder) -> Tier | None:
+        base = self._links.base(holder)
+        bits = held >> (_HOLDER_BITS * holder)
+        if base is not None:
+            bits |= held >> (_HOLDER_BITS * base)
+        bits &= 0b111
+        return Tier((bits & -bits).bit_length()) if bits else None
 
     def _strip(self, keys: list[int], mask: int) -> None:
         for key in keys:
@@ -170,11 +196,11 @@ def _bit(holder: Holder, tier: Tier) -> int:
     return 1 << (_HOLDER_BITS * holder + tier - 1)
 
 
-def _holders(mask: int) -> list[int]:
+def _holders(mask: int) -> list[Holder]:
     """Holder numbers of a mask made of first bits, ascending."""
     found = []
     while mask:
         low = mask & -mask
-        found.append((low.bit_length() - 1) // _HOLDER_BITS)
+        found.append(Holder((low.bit_length() - 1) // _HOLDER_BITS))
         mask ^= low
     return found

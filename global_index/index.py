@@ -1,8 +1,8 @@
 """What a table of block holders must do, whatever it is made of.
 
-A *holder* is a number for one generation of one node's rows (a daemon's DRAM and SSD; later an
-engine's HBM). The table knows nothing of nodes, sequences or time: `ingest` decides what is
-applied, `embedded` maps holders to nodes.
+A *holder* is a number for one generation of one node's rows (a daemon's DRAM and SSD) or of one
+engine's (its HBM). The table knows nothing of nodes, sequences or time: `ingest` decides what is
+applied, `directory` maps holders to nodes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ class Applied:
 
 @dataclass(frozen=True, slots=True)
 class HolderHit:
-    """The leading run of a chain that one holder has in any tier, by fastest tier of each block."""
+    """The leading run of a chain that one holder has in any tier, by fastest tier of each block.
+
+    What its base has counts as its own.
+    """
 
     holder: Holder
     hit_blocks: int
@@ -82,12 +85,19 @@ class BlockIndex(Protocol):
     def remove_holder(self, holder: Holder, budget_slots: int = EVERYTHING) -> bool:
         """Remove rows of `holder` in all tiers, looking at `budget_slots` slots at most.
 
-        True when none is left; until then call again, other calls may come between. The number
-        may be given to another holder only after True.
+        True when none is left; until then call again, other calls may come between. True also
+        clears its links, from it and to it. The number may be given to another holder only then.
+        """
+
+    def set_base(self, holder: Holder, base: Holder | None) -> None:
+        """From now on `holder` has, in queries, every block that it or `base` has.
+
+        An engine's base is its node's holder: a run may alternate between its HBM and the node's
+        DRAM and SSD. Replaces an earlier link. Raises IntegrityError when a base would have a base.
         """
 
     def query(self, keys: Keys) -> list[HolderHit]:
-        """Leading runs of a chain, one for each holder of its first block, in no order.
+        """Leading runs of a chain, one for each holder that has its first block, in no order.
 
         Exact with holes and with tiers alternating. O(len of the longest run).
         """

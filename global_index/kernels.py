@@ -32,7 +32,13 @@ BLOCKS, FREE_ROWS, CHANGED, UNCHANGED, DROPPED = range(5)
 STATE_WORDS = 5
 TIERS = 3
 
-_0, _1, _3, _7, _16, _32, _58 = (np.uint64(n) for n in (0, 1, 3, 7, 16, 32, 58))
+# links[holder]: its base, the first holder whose base it is, the next with the same base; or -1.
+BASE, FIRST, NEXT = range(3)
+# runs[holder]: its run while a chain is walked. PLACE in `active` is -1 when it has none.
+PLACE, TIER, SINCE, HBM, DRAM = range(5)
+NOWHERE = 3
+
+_0, _1, _2, _3, _7, _16, _32, _58 = (np.uint64(n) for n in (0, 1, 2, 3, 7, 16, 32, 58))
 _LOW_WORD = np.uint64(0xFFFF)
 _LOW_HALF = np.uint64(0xFFFFFFFF)
 _MIX = np.uint64(0x9E3779B97F4A7C15)
@@ -332,125 +338,162 @@ def sweep(
 
 
 @_compiled
-def walk(table: U64, rows: U64, keys: U64, out: I64, since: I64) -> Int:
+def fastest(rows: U64, links: I64, value: Word, holder: Int) -> Int:
+    """The fastest tier in which `holder` or its base has the block: 0, 1, 2, or NOWHERE."""
+    if value == _0:
+        return NOWHERE
+    bits = tier_bits(rows, value, holder)
+    if links[holder, BASE] >= 0:
+        bits |= tier_bits(rows, value, links[holder, BASE])
+    if bits & _1 != _0:
+        return 0
+    if bits & _2 != _0:
+        return 1
+    return 2 if bits != _0 else NOWHERE
+
+
+@_compiled
+def start_runs(rows: U64, links: I64, runs: I64, active: I64, value: Word, holder: Int) -> None:
+    """Begin the runs of `holder` and of those whose base it is. active[-1] is their count."""
+    last = active.shape[0] - 1
+    who = holder
+    while who >= 0:
+        if runs[who, PLACE] < 0:
+            runs[who, TIER] = fastest(rows, links, value, who)
+            runs[who, SINCE] = runs[who, HBM] = runs[who, DRAM] = 0
+            runs[who, PLACE] = active[last]
+            active[active[last]] = who
+            active[last] += 1
+        who = links[holder, FIRST] if who == holder else links[who, NEXT]
+
+
+@_compiled
+def go_on(
+    rows: U64, links: I64, runs: I64, active: I64, out: I64,
+    found: Int, value: Word, holder: Int, position: Int,
+) -> Int:  # fmt: skip
+    """Take a holder's run on to a block that may differ from the one before; return `found`.
+
+    A run that ends here goes to out[found], and the last active holder takes its place.
+    """
+    tier = fastest(rows, links, value, holder)
+    was = runs[holder, TIER]
+    if tier == was:
+        return found
+    if was < 2:
+        runs[holder, HBM + was] += position - runs[holder, SINCE]
+    runs[holder, TIER] = tier
+    runs[holder, SINCE] = position
+    if tier != NOWHERE:
+        return found
+    last = active.shape[0] - 1
+    active[last] -= 1
+    moved = active[active[last]]
+    active[runs[holder, PLACE]] = moved
+    runs[moved, PLACE] = runs[holder, PLACE]
+    runs[holder, PLACE] = -1
+    out[found, 0] = holder
+    out[found, 1] = position
+    out[found, 2] = runs[holder, HBM]
+    out[found, 3] = runs[holder, DRAM]
+    return found + 1
+
+
+@_compiled
+def watch(links: I64, runs: I64, watched: U64, holder: Int) -> None:
+    """Mark whose bits matter: `holder`'s if it, or one whose base it is, is still active."""
+    matters = runs[holder, PLACE] >= 0
+    who = links[holder, FIRST]
+    while who >= 0 and not matters:
+        matters = runs[who, PLACE] >= 0
+        who = links[who, NEXT]
+    mark = _1 << np.uint64(holder & 63)
+    if matters:
+        watched[holder >> 6] |= mark
+    else:
+        watched[holder >> 6] &= ~mark
+
+
+@_compiled
+def walk(table: U64, rows: U64, links: I64, keys: U64, out: I64, runs: I64, active: I64) -> Int:
     """Leading runs of a chain: out[n] = (holder, hit, hbm, dram); return how many.
 
-    Two gears. While blocks have bitmap rows the active set is a mask: each row is one AND, and
-    only holders that drop out or change tier are touched (`since[holder]`: where its stay in HBM
-    or DRAM began). The first inline block leaves at most four holders, which are walked singly.
+    Blocks whose holders are those of the block before cost a comparison; else only runs that this
+    block may end or take to another tier are looked at. All of runs[:, PLACE] is -1 before and
+    after.
     """
     total = keys.shape[0]
     found = 0
-    words = rows.shape[2]
-    active = np.zeros(words, np.uint64)
-    was = np.zeros((2, words), np.uint64)
-    small = np.zeros((4, 3), np.int64)
-    count = 0
-    position = 0
-    value = _0
-    for position in range(total + 1):
-        value = _0
-        if position < total:
-            slot = find(table, keys[position])
-            if table[2 * slot] != _0:
-                value = table[2 * slot + 1]
-        if value == _0 or value & _LOW_WORD != _0:
-            break
-        row = np.int64(value >> _16) - 1
-        live = _0
-        for word in range(words):
-            hbm, dram = rows[row, 0, word], rows[row, 1, word]
-            present = hbm | dram | rows[row, 2, word]
-            if position == 0:
-                active[word] = present
-                mask = present
-                while mask != _0:
-                    holder = word * 64 + lowest_bit(mask)
-                    mask &= mask - _1
-                    for column in range(4):
-                        since[holder, column] = 0
-            now = active[word]
-            if now == _0:
-                continue
-            gone = now & ~present
-            while gone != _0:
-                number = lowest_bit(gone)
-                gone &= gone - _1
-                holder = word * 64 + number
-                out[found, 0] = holder
-                out[found, 1] = position
-                for kind in range(2):
-                    if (was[kind, word] >> np.uint64(number)) & _1 != _0:
-                        since[holder, 2 + kind] += position - since[holder, kind]
-                    out[found, 2 + kind] = since[holder, 2 + kind]
-                found += 1
-            now &= present
-            active[word] = now
-            live |= now
-            for kind in range(2):
-                fast = now & hbm if kind == 0 else now & dram & ~hbm
-                changed = (fast ^ was[kind, word]) & now
-                was[kind, word] = fast
-                while changed != _0:
-                    number = lowest_bit(changed)
-                    changed &= changed - _1
-                    holder = word * 64 + number
-                    if (fast >> np.uint64(number)) & _1 != _0:
-                        since[holder, kind] = position
-                    else:
-                        since[holder, 2 + kind] += position - since[holder, kind]
-        if live == _0:
-            return found
-    if position == 0:
-        rest = value
+    if total == 0:
+        return found
+    last = active.shape[0] - 1
+    active[last] = 0
+    slot = find(table, keys[0])
+    was = _0
+    if table[2 * slot] != _0:
+        was = table[2 * slot + 1]
+    watched = np.zeros(rows.shape[2], np.uint64)
+    if was & _LOW_WORD != _0:
+        rest = was
         while rest != _0:
-            small[count, 0] = np.int64((rest & _LOW_WORD) >> _3)
-            count += 1
+            start_runs(rows, links, runs, active, was, np.int64((rest & _LOW_WORD) >> _3))
             rest >>= _16
-    else:
-        for word in range(words):
-            mask = active[word]
+    elif was != _0:
+        row = np.int64(was >> _16) - 1
+        for word in range(rows.shape[2]):
+            mask = rows[row, 0, word] | rows[row, 1, word] | rows[row, 2, word]
             while mask != _0:
-                number = lowest_bit(mask)
+                start_runs(rows, links, runs, active, was, word * 64 + lowest_bit(mask))
                 mask &= mask - _1
-                holder = word * 64 + number
-                for kind in range(2):
-                    if (was[kind, word] >> np.uint64(number)) & _1 != _0:
-                        since[holder, 2 + kind] += position - since[holder, kind]
-                if value != _0 and tier_bits(rows, value, holder) != _0:
-                    small[count, 0] = holder
-                    small[count, 1] = since[holder, 2]
-                    small[count, 2] = since[holder, 3]
-                    count += 1
-                else:
-                    out[found, 0] = holder
-                    out[found, 1] = position
-                    out[found, 2] = since[holder, 2]
-                    out[found, 3] = since[holder, 3]
-                    found += 1
-    while count > 0:
-        place = 0
-        while place < count:
-            bits = tier_bits(rows, value, small[place, 0]) if value != _0 else _0
-            if bits == _0:
-                count -= 1
-                out[found, 0] = small[place, 0]
-                out[found, 1] = position
-                out[found, 2] = small[place, 1]
-                out[found, 3] = small[place, 2]
-                found += 1
-                for column in range(3):
-                    small[place, column] = small[count, column]
-            else:
-                if bits & _1 != _0:
-                    small[place, 1] += 1
-                elif bits & np.uint64(2) != _0:
-                    small[place, 2] += 1
-                place += 1
-        position += 1
+        for n in range(active[last]):
+            watch(links, runs, watched, active[n])
+            if links[active[n], BASE] >= 0:
+                watch(links, runs, watched, links[active[n], BASE])
+    for position in range(1, total + 1):
+        if active[last] == 0:
+            break
         value = _0
         if position < total:
             slot = find(table, keys[position])
             if table[2 * slot] != _0:
                 value = table[2 * slot + 1]
+        if value == was:
+            continue
+        if value != _0 and was & _LOW_WORD == _0 and value & _LOW_WORD == _0:
+            row = np.int64(value >> _16) - 1
+            before = np.int64(was >> _16) - 1
+            for word in range(rows.shape[2]):
+                if watched[word] == _0:
+                    continue
+                mask = (
+                    (rows[row, 0, word] ^ rows[before, 0, word])
+                    | (rows[row, 1, word] ^ rows[before, 1, word])
+                    | (rows[row, 2, word] ^ rows[before, 2, word])
+                ) & watched[word]
+                while mask != _0:
+                    changed = word * 64 + lowest_bit(mask)
+                    mask &= mask - _1
+                    ended = found
+                    who = changed
+                    while who >= 0:
+                        next_ = links[changed, FIRST] if who == changed else links[who, NEXT]
+                        if runs[who, PLACE] >= 0:
+                            found = go_on(
+                                rows, links, runs, active, out, found, value, who, position
+                            )
+                        who = next_
+                    for n in range(ended, found):
+                        watch(links, runs, watched, out[n, 0])
+                        if links[out[n, 0], BASE] >= 0:
+                            watch(links, runs, watched, links[out[n, 0], BASE])
+        else:
+            for n in range(active[last] - 1, -1, -1):
+                found = go_on(rows, links, runs, active, out, found, value, active[n], position)
+            # watched is a superset now, or (inline before) not made yet
+            if value & _LOW_WORD == _0:
+                for n in range(active[last]):
+                    watch(links, runs, watched, active[n])
+                    if links[active[n], BASE] >= 0:
+                        watch(links, runs, watched, links[active[n], BASE])
+        was = value
     return found

@@ -6,12 +6,15 @@ block with more takes a bitmap row of 3 x 8 bytes for each 64 holders known. Cos
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from emberkv_proto.errors import IntegrityError
 from emberkv_proto.events import Keys
 from emberkv_proto.types import IndexKey, Tier, TierDigest
 from global_index import kernels
+from global_index.base_links import BaseLinks
 from global_index.index import (
     EVERYTHING,
     MAX_HOLDERS,
@@ -21,7 +24,17 @@ from global_index.index import (
     Holding,
     TableSize,
 )
-from global_index.kernels import BLOCKS, CHANGED, DROPPED, FREE_ROWS, UNCHANGED
+from global_index.kernels import (
+    BASE,
+    BLOCKS,
+    CHANGED,
+    DROPPED,
+    FIRST,
+    FREE_ROWS,
+    NEXT,
+    PLACE,
+    UNCHANGED,
+)
 
 _MIN_SLOTS = 1024
 _MAX_SLOTS = 1 << 32  # `home` multiplies 32 bits by the slot count
@@ -41,8 +54,11 @@ class MemoryIndex:
         self._state = np.zeros(kernels.STATE_WORDS, np.int64)
         self._digests = np.zeros((MAX_HOLDERS, kernels.TIERS, 2), np.uint64)
         self._cursors: dict[Holder, int] = {}
+        self._links = BaseLinks()
+        self._link_table = np.full((MAX_HOLDERS, 3), -1, np.int64)
         self._out = np.zeros((MAX_HOLDERS, 4), np.int64)
-        self._since = np.zeros((MAX_HOLDERS, 4), np.int64)
+        self._runs = np.full((MAX_HOLDERS, 5), -1, np.int64)
+        self._active = np.zeros(MAX_HOLDERS + 1, np.int64)
 
     def apply_stored(self, holder: Holder, tier: Tier, keys: Keys) -> Applied:
         keys = _u64(keys)
@@ -96,14 +112,32 @@ class MemoryIndex:
             self._cursors[holder] = cursor
             return False
         self._cursors.pop(holder, None)
+        for dependant in self._links.dependants(holder):
+            self.set_base(dependant, None)
+        self.set_base(holder, None)
         return True
 
+    def set_base(self, holder: Holder, base: Holder | None) -> None:
+        old = self._links.base(holder)
+        self._links.set_base(holder, base)
+        self._link_table[holder, [BASE, NEXT]] = -1
+        _write_links(
+            self._links,
+            {changed for changed in (old, base) if changed is not None},
+            self._link_table,
+        )
+
     def query(self, keys: Keys) -> list[HolderHit]:
-        found = kernels.walk(self._table, self._rows, _u64(keys), self._out, self._since)
-        return [
-            HolderHit(Holder(holder), hit, hbm, dram)
-            for holder, hit, hbm, dram in self._out[:found].tolist()
-        ]
+        found = kernels.walk(
+            self._table,
+            self._rows,
+            self._link_table,
+            _u64(keys),
+            self._out,
+            self._runs,
+            self._active,
+        )
+        return [HolderHit(*row) for row in self._out[:found].tolist()]
 
     def holdings(self, key: IndexKey) -> tuple[Holding, ...]:
         slot = kernels.find(self._table, np.uint64(key))
@@ -141,6 +175,11 @@ class MemoryIndex:
                         digests[holder, tier, 0] += np.uint64(1)
                         digests[holder, tier, 1] ^= key
         assert np.array_equal(digests, self._digests), "digests differ from the rows"
+        self._links.check_integrity()
+        expected = np.full_like(self._link_table, -1)
+        _write_links(self._links, self._links.bases(), expected)
+        assert np.array_equal(expected, self._link_table), "the kernels know other links"
+        assert (self._runs[:, PLACE] == -1).all(), "a walk left a run behind"
         free = self._free_rows[: self._state[FREE_ROWS]].tolist()
         assert sorted(rows_used + free) == list(range(len(self._rows))), "a bitmap row is lost"
 
@@ -223,6 +262,17 @@ def warm_kernels() -> None:
     index.apply_removed(Holder(0), Tier.DRAM, keys)
     index.remove_holder(Holder(1))
     index.holdings(IndexKey(1))
+
+
+def _write_links(links: BaseLinks, bases: Iterable[Holder], table: kernels.I64) -> None:
+    """Write who has these bases: for each a list linked by holder numbers."""
+    for base in bases:
+        last, place = base, FIRST
+        for dependant in links.dependants(base):
+            table[dependant, BASE] = base
+            table[last, place] = dependant
+            last, place = dependant, NEXT
+        table[last, place] = -1
 
 
 def _u64(keys: Keys) -> Keys:

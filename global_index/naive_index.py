@@ -8,6 +8,7 @@ from operator import xor
 
 from emberkv_proto.events import Keys
 from emberkv_proto.types import IndexKey, Tier, TierDigest
+from global_index.base_links import BaseLinks
 from global_index.index import EVERYTHING, Applied, Holder, HolderHit, Holding, TableSize
 
 
@@ -17,6 +18,7 @@ class NaiveIndex:
     def __init__(self, capacity_blocks: int) -> None:
         self._capacity = capacity_blocks
         self._sets: defaultdict[tuple[Holder, Tier], set[int]] = defaultdict(set)
+        self._links = BaseLinks()
 
     def apply_stored(self, holder: Holder, tier: Tier, keys: Keys) -> Applied:
         changed = unchanged = dropped = 0
@@ -48,14 +50,25 @@ class NaiveIndex:
     def remove_holder(self, holder: Holder, budget_slots: int = EVERYTHING) -> bool:
         for tier in Tier:
             self._sets.pop((holder, tier), None)
+        self._links.forget(holder)
         return True
+
+    def set_base(self, holder: Holder, base: Holder | None) -> None:
+        self._links.set_base(holder, base)
 
     def query(self, keys: Keys) -> list[HolderHit]:
         hits = []
-        for holder in {holder for holder, _ in self._sets}:
+        owners = {holder for holder, _ in self._sets}
+        owners.update(*(self._links.dependants(owner) for owner in [*owners]))
+        for holder in owners:
+            base = self._links.base(holder)
+            both = (holder,) if base is None else (holder, base)
             counts = dict.fromkeys(Tier, 0)
             for key in keys.tolist():
-                fastest = next((tier for tier in Tier if key in self._sets[holder, tier]), None)
+                fastest = next(
+                    (tier for tier in Tier if any(key in self._sets[who, tier] for who in both)),
+                    None,
+                )
                 if fastest is None:
                     break
                 counts[fastest] += 1
@@ -80,6 +93,7 @@ class NaiveIndex:
         return TableSize(len(self._distinct()), self._capacity, 0)
 
     def check_integrity(self) -> None:
+        self._links.check_integrity()
         assert 0 not in self._distinct(), "key 0 names no block"
         assert len(self._distinct()) <= self._capacity, "more blocks than capacity"
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
+from emberkv_proto.errors import IntegrityError
 from emberkv_proto.events import Keys
 from emberkv_proto.types import IndexKey, Tier
 from global_index.dict_index import DictIndex
@@ -212,3 +213,78 @@ def test_highest_holder_number_works_like_the_lowest(index: BlockIndex) -> None:
     assert [holding.holder for holding in index.holdings(IndexKey(1))] == [0, 1, 2, 3, 4, C]
     assert index.remove_holder(C)
     assert C not in hits(index, chain(1, 9))
+
+
+def test_engine_counts_what_its_node_has_block_by_block(index: BlockIndex) -> None:
+    node, engine, other = A, B, C
+    index.set_base(engine, node)
+    index.set_base(other, node)
+    index.apply_stored(node, Tier.DRAM, chain(1, 11))
+    index.apply_stored(node, Tier.SSD, chain(21, 31))
+    index.apply_stored(engine, Tier.HBM, chain(5, 26))
+    expected = {node: (10, 0, 10, 0), engine: (30, 21, 4, 5), other: (10, 0, 10, 0)}
+    assert hits(index, chain(1, 100)) == expected
+    assert index.digest(engine, Tier.HBM).blocks == 21
+    assert index.clear_tier(engine, Tier.HBM) == 21
+    assert hits(index, chain(1, 100)) == dict.fromkeys((node, engine, other), (10, 0, 10, 0))
+
+
+def test_engine_is_named_when_only_one_of_the_two_has_the_first_block(index: BlockIndex) -> None:
+    node, engine, cold = A, B, C
+    index.set_base(engine, node)
+    index.set_base(cold, node)
+    index.apply_stored(engine, Tier.HBM, chain(1, 4))
+    index.apply_stored(node, Tier.SSD, chain(4, 9))
+    assert hits(index, chain(1, 20)) == {engine: (8, 3, 0, 5)}
+    assert hits(index, chain(4, 20)) == dict.fromkeys((node, engine, cold), (5, 0, 0, 5))
+    index.set_base(engine, None)
+    assert hits(index, chain(1, 20)) == {engine: (3, 3, 0, 0)}
+
+
+def test_base_may_change_and_has_none_itself(index: BlockIndex) -> None:
+    old, new, engine = A, B, C
+    index.apply_stored(old, Tier.DRAM, chain(1, 3))
+    index.apply_stored(new, Tier.DRAM, chain(1, 9))
+    index.set_base(engine, old)
+    index.set_base(engine, new)
+    assert hits(index, chain(1, 20))[engine] == (8, 0, 8, 0)
+    for holder, base in ((engine, engine), (Holder(5), engine), (new, old)):
+        with pytest.raises(IntegrityError):
+            index.set_base(holder, base)
+    assert hits(index, chain(1, 20))[engine] == (8, 0, 8, 0)
+
+
+@pytest.mark.parametrize("gone", [A, B])
+def test_removed_holder_has_no_links_left(index: BlockIndex, gone: Holder) -> None:
+    node, engine = A, B
+    index.set_base(engine, node)
+    index.apply_stored(node, Tier.DRAM, chain(1, 5))
+    index.apply_stored(engine, Tier.HBM, chain(1, 5))
+    while not index.remove_holder(gone, budget_slots=50):
+        pass
+    index.apply_stored(gone, Tier.SSD, chain(1, 9))
+    left = engine if gone == node else node
+    assert hits(index, chain(1, 9))[gone] == (8, 0, 0, 8)
+    assert hits(index, chain(1, 9))[left][0] == 4
+    index.set_base(node, engine)  # neither is a base any more
+
+
+@pytest.mark.parametrize("nodes", [1, 3, 40, 70])
+def test_many_engines_on_many_nodes_stay_exact(index: BlockIndex, nodes: int) -> None:
+    oracle = NaiveIndex(10_000)
+    rng = np.random.default_rng(nodes)
+    for backend in (index, oracle):
+        for node in range(nodes):
+            for engine in range(node % 4):
+                backend.set_base(Holder(100 + 4 * node + engine), Holder(node))
+    for _ in range(60 + 12 * nodes):
+        node = int(rng.integers(nodes))
+        engine = 100 + 4 * node + int(rng.integers(4))
+        first, length = int(rng.integers(1, 60)), int(rng.integers(1, 40))
+        holder = Holder(node if rng.random() < 0.6 else engine)
+        tier = Tier(int(rng.integers(1, 4)))
+        for backend in (index, oracle):
+            backend.apply_stored(holder, tier, chain(first, first + length))
+            backend.apply_removed(holder, tier, chain(first + 3, first + 4))
+    for first in range(1, 60, 5):
+        assert hits(index, chain(first, 110)) == hits(oracle, chain(first, 110))

@@ -8,6 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from emberkv_proto.errors import IntegrityError
 from emberkv_proto.types import IndexKey, Tier
 from global_index.dict_index import DictIndex
 from global_index.index import BlockIndex, Holder
@@ -26,7 +27,16 @@ RUNS = st.tuples(st.integers(0, 30), st.integers(0, 40)).map(
 BULKS = st.tuples(st.integers(1, 40), st.integers(1, 400)).map(
     lambda bulk: np.arange(bulk[1], dtype=np.uint64) * np.uint64(0x1000001) + np.uint64(bulk[0])
 )
+BASES = st.sampled_from([None, 0, 1, 63, 64])
 KEYS = st.one_of(RUNS, RUNS, BULKS)
+
+
+def _is_taken(index: BlockIndex, holder: Holder, base: Holder | None) -> bool:
+    try:
+        index.set_base(holder, base)
+    except IntegrityError:
+        return False
+    return True
 
 
 class IndexHistory(RuleBasedStateMachine):
@@ -64,6 +74,12 @@ class IndexHistory(RuleBasedStateMachine):
         for index in self.indexes:
             while not index.remove_holder(holder, budget):
                 pass
+
+    @rule(holder=HOLDERS, base=BASES)
+    def set_base(self, holder: Holder, base: int | None) -> None:
+        target = None if base is None else Holder(base)
+        taken = {_is_taken(index, holder, target) for index in (self.oracle, *self.indexes)}
+        assert len(taken) == 1
 
     @rule(keys=KEYS)
     def query(self, keys: np.ndarray) -> None:
