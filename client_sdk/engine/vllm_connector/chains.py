@@ -10,7 +10,8 @@ import numpy as np
 
 from client_sdk.engine.vllm_connector.identity import directory_id
 from emberkv_proto.errors import EmberError
-from emberkv_proto.hashing import ExtraKey, block_hashes, lora_key, multimodal_key, salt_id
+from emberkv_proto.hashing import ExtraKey, block_hashes, salt_id
+from emberkv_proto.request_keys import adapter_key, media_key, salt_bytes
 from emberkv_proto.types import BlockHash, NamespaceId
 
 if TYPE_CHECKING:
@@ -28,11 +29,11 @@ class RequestChain:
         _refuse_unknown(request)
         self._namespace_id = namespace_id
         self._block_tokens = block_tokens
-        self._salt = (request.cache_salt or "").encode()
+        self._salt = salt_bytes(request.cache_salt)
         self.salt_id = salt_id(self._salt)
         self._adapter = _adapter_keys(request.lora_request)
         self._media = [
-            (str(m.identifier).encode(), int(m.mm_position.offset), int(m.mm_position.length))
+            (str(m.identifier), int(m.mm_position.offset), int(m.mm_position.length))
             for m in request.mm_features or ()
         ]
         self.hashes: list[BlockHash] = []
@@ -57,8 +58,8 @@ class RequestChain:
     def _keys(self, block: int) -> list[ExtraKey]:
         start, end = block * self._block_tokens, (block + 1) * self._block_tokens
         media = [
-            multimodal_key(digest, offset - start)
-            for digest, offset, length in self._media
+            media_key(identifier, offset - start)
+            for identifier, offset, length in self._media
             if offset < end and offset + length > start
         ]
         return [*self._adapter, *media]
@@ -79,4 +80,4 @@ def _adapter_keys(lora: Any) -> list[ExtraKey]:
     path = Path(lora.lora_path)
     if not path.is_dir():
         raise UncacheableRequestError(f"adapter {lora.lora_name} is no local directory")
-    return [lora_key(str(lora.lora_name), f"{path}\0{directory_id(path)}")]
+    return [adapter_key(str(lora.lora_name), f"{path}\0{directory_id(path)}")]
