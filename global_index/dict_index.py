@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import islice
 
+import numpy as np
+
 from emberkv_proto.events import Keys
 from emberkv_proto.types import IndexKey, Tier, TierDigest
 from global_index.base_links import BaseLinks
@@ -147,6 +149,10 @@ class DictIndex:
             Holding(holder, tuple(tier for tier in Tier if held & _bit(holder, tier)))
             for holder in _holders(present)
         )
+
+    def rows(self, holder: Holder, tier: Tier) -> Keys:
+        bit = _bit(holder, tier)
+        return np.array([key for key, held in self._blocks.items() if held & bit], np.uint64)
 
     def digest(self, holder: Holder, tier: Tier) -> TierDigest:
         return self._digests.get((holder, tier)) or TierDigest(tier, 0, 0)

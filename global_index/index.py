@@ -105,6 +105,9 @@ class BlockIndex(Protocol):
     def holdings(self, key: IndexKey) -> tuple[Holding, ...]:
         """Who has one block, by holder number. For explanations and tests, not the hot path."""
 
+    def rows(self, holder: Holder, tier: Tier) -> Keys:
+        """All keys of `holder` in `tier`, in no order. O(table): for repairs, not the hot path."""
+
     def digest(self, holder: Holder, tier: Tier) -> TierDigest:
         """Count and XOR of the rows of `holder` in `tier`. O(1)."""
 

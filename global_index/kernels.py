@@ -338,6 +338,20 @@ def sweep(
 
 
 @_compiled
+def collect(table: U64, rows: U64, holder: Int, tier: Word, found: U64) -> Int:
+    """Write the keys that `holder` has in `tier` (one bit) to `found`, which has room for all."""
+    count = 0
+    for slot in range(table.shape[0] >> 1):
+        if count == found.shape[0]:
+            break
+        value = table[2 * slot + 1]
+        if table[2 * slot] != _0 and tier_bits(rows, value, holder) & tier != _0:
+            found[count] = table[2 * slot]
+            count += 1
+    return count
+
+
+@_compiled
 def fastest(rows: U64, links: I64, value: Word, holder: Int) -> Int:
     """The fastest tier in which `holder` or its base has the block: 0, 1, 2, or NOWHERE."""
     if value == _0:

@@ -146,6 +146,11 @@ class MemoryIndex:
             for holder, bits in sorted(self._unpack(int(self._table[2 * slot + 1])).items())
         )
 
+    def rows(self, holder: Holder, tier: Tier) -> Keys:
+        found = np.empty(self.digest(holder, tier).blocks, np.uint64)
+        kernels.collect(self._table, self._rows, holder, np.uint64(1 << (tier - 1)), found)
+        return found
+
     def digest(self, holder: Holder, tier: Tier) -> TierDigest:
         blocks, xor = self._digests[holder, tier - 1].tolist()
         return TierDigest(tier, blocks, xor)
@@ -262,6 +267,7 @@ def warm_kernels() -> None:
     index.apply_removed(Holder(0), Tier.DRAM, keys)
     index.remove_holder(Holder(1))
     index.holdings(IndexKey(1))
+    index.rows(Holder(2), Tier.DRAM)
 
 
 def _write_links(links: BaseLinks, bases: Iterable[Holder], table: kernels.I64) -> None:

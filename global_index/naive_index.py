@@ -6,6 +6,8 @@ from collections import defaultdict
 from functools import reduce
 from operator import xor
 
+import numpy as np
+
 from emberkv_proto.events import Keys
 from emberkv_proto.types import IndexKey, Tier, TierDigest
 from global_index.base_links import BaseLinks
@@ -84,6 +86,9 @@ class NaiveIndex:
             Holding(holder, tuple(tier for tier in Tier if (holder, tier) in held))
             for holder in sorted({holder for holder, _ in held})
         )
+
+    def rows(self, holder: Holder, tier: Tier) -> Keys:
+        return np.array(sorted(self._sets.get((holder, tier), ())), np.uint64)
 
     def digest(self, holder: Holder, tier: Tier) -> TierDigest:
         keys = self._sets.get((holder, tier), set())

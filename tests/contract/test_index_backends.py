@@ -158,6 +158,19 @@ def test_new_blocks_beyond_capacity_are_dropped_and_counted(make: Make) -> None:
     index.check_integrity()
 
 
+@pytest.mark.parametrize("others", [1, 9])
+def test_rows_lists_what_one_holder_has_in_one_tier(index: BlockIndex, others: int) -> None:
+    for other in range(1, 1 + others):
+        index.apply_stored(Holder(other), Tier.DRAM, chain(40, 700))
+    index.apply_stored(A, Tier.DRAM, chain(1, 601))
+    index.apply_stored(A, Tier.SSD, chain(500, 520))
+    index.apply_removed(A, Tier.DRAM, chain(100, 200))
+    expected = [*range(1, 100), *range(200, 601)]
+    assert sorted(index.rows(A, Tier.DRAM).tolist()) == expected
+    assert sorted(index.rows(A, Tier.SSD).tolist()) == [*range(500, 520)]
+    assert index.rows(A, Tier.HBM).size == index.rows(C, Tier.DRAM).size == 0
+
+
 def test_growth_keeps_every_row(index: BlockIndex) -> None:
     numbers = np.random.default_rng(1).integers(1, 2**63, 6000).astype(np.uint64)
     for start in range(0, len(numbers), 500):
