@@ -8,7 +8,7 @@ PROTOS = $(wildcard proto/emberkv_proto/v1/*.proto)
 PROTOC = $(PROTO_VENV)/bin/python -m grpc_tools.protoc -I proto
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-vllm lint fmt type proto proto-check check ci crash soak bench clean
+.PHONY: help setup demo redis-server test test-fast test-vllm lint fmt type proto proto-check check ci crash soak bench clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -74,7 +74,14 @@ proto-check: $(PROTO_VENV)/.ready ## fail when the generated code is not what it
 
 check: lint type proto-check test-fast ## what to run before a commit
 
-ci: lint type proto-check test demo test-vllm ## what CI runs
+redis-server: ## install a Redis server from the system's packages if there is none
+	@command -v redis-server >/dev/null || command -v valkey-server >/dev/null \
+	  || { echo "installing redis-server with apt-get"; as=$$([ "$$(id -u)" = 0 ] || echo "sudo -n"); \
+	       $$as apt-get update -qq && $$as apt-get install -y -qq --no-install-recommends redis-server; } \
+	  || { echo "no redis-server, and apt-get cannot install one: install Redis 7 or Valkey" >&2; exit 1; }
+
+ci: export EMBERKV_REQUIRE_REDIS = 1
+ci: redis-server lint type proto-check test demo test-vllm ## what CI runs
 
 LOOPS ?= 100
 crash: setup ## kill -9 a loaded daemon LOOPS times and check that nothing acknowledged is lost
