@@ -196,7 +196,9 @@ def begin(node: Node) -> subprocess.Popen[bytes]:
         "ssd.segment_bytes": SEGMENT_BYTES,
     }
     arguments = [word for key, value in values.items() for word in ("--set", f"{key}={value}")]
-    return subprocess.Popen([sys.executable, "-m", "store_daemon", *arguments])
+    # Any daemon but the first has its byte code cached.
+    env = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
+    return subprocess.Popen([sys.executable, "-m", "store_daemon", *arguments], env=env)
 
 
 def wait_until_serving(node: Node, process: subprocess.Popen[bytes]) -> None:

@@ -234,7 +234,6 @@ class Daemon:
         # Blocks that come later die without it too: it looks at them seldom.
         stack.callback(gc.set_threshold, *gc.get_threshold())
         gc.set_threshold(*COLLECTOR_THRESHOLDS)
-        gc.collect()
         gc.freeze()
         gc.enable()
         stack.callback(gc.unfreeze)

@@ -29,6 +29,10 @@ log = logging.getLogger(__name__)
 MOST_LEARNING = 64
 """Most blocks on the move at which another is taken up, and pinned, for its checksum alone."""
 
+VERIFY_TURN_BLOCKS = 32
+VERIFY_TURN_BYTES = 8 << 20
+"""What a recovered pool's check gives the threads at a time: what a read may have to wait for."""
+
 
 @dataclass(eq=False, slots=True)
 class _Move:
@@ -141,11 +145,17 @@ class Promoter:
         return True
 
     async def verify_all(self, blocks: Iterable[Block]) -> None:
-        """Check recovered DRAM blocks one at a time, so that later reads need not wait for it."""
+        """Check recovered DRAM blocks a few at a time, so that later reads need not wait for it."""
+        begun = turn_bytes = 0
         for block in blocks:
-            if block.in_dram and not block.is_verified:
-                self.bring(block, ())
+            if not block.in_dram or block.is_verified:
+                continue
+            self.bring(block, ())
+            begun, turn_bytes = begun + 1, turn_bytes + block.dram_bytes
+            if begun == VERIFY_TURN_BLOCKS or turn_bytes >= VERIFY_TURN_BYTES:
+                begun = turn_bytes = 0
                 await self.settle()
+        await self.settle()
 
     async def settle(self) -> None:
         """Wait for every move in flight. Bounded by the I/O of those."""

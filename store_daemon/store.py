@@ -61,6 +61,7 @@ from store_daemon.writeback import WritebackQueue
 
 log = logging.getLogger(__name__)
 TICK_SECONDS = 0.1
+RECOVERED_A_TURN = 1024
 
 
 class BlockStore:
@@ -139,11 +140,18 @@ class BlockStore:
         if self.writeback is not None and self.scrubbing is not None:
             self._tasks.append(loop.create_task(self.writeback.run(), name="writeback"))
             self._tasks.append(loop.create_task(self.scrubbing.run(), name="scrub"))
-            for block in recovered:
-                self.writeback.committed(block)
-            self.writeback.wake()
+            self._tasks.append(loop.create_task(self._offer(recovered), name="offer"))
         for task in self._tasks:
             task.add_done_callback(self._note_failure)
+
+    async def _offer(self, recovered: Sequence[Block]) -> None:
+        """Have written back what an earlier life left unwritten, a slice of the loop at a time."""
+        assert self.writeback is not None
+        for first in range(0, len(recovered), RECOVERED_A_TURN):
+            for block in recovered[first : first + RECOVERED_A_TURN]:
+                self.writeback.committed(block)
+            self.writeback.wake()
+            await asyncio.sleep(0)
 
     def _note_failure(self, task: asyncio.Task[None]) -> None:
         """A task that must run as long as the store has failed; /health says so."""

@@ -247,8 +247,8 @@ class SegmentReader:
         return self._page
 
     def pages(self, offset: int, byte_count: int) -> memoryview:
-        """Whole pages from `offset` on; valid until the next call."""
-        memory = self._room(byte_count)
+        """Whole pages from `offset` on, in memory of their own."""
+        memory = aligned_memory(byte_count)
         read_fully(self._fd, [memory], offset)
         return memory
 

@@ -274,7 +274,7 @@ def unpack_trailer(raw: bytes | memoryview, number: int, file_bytes: int) -> Tra
 def footer_table(
     raw: bytes | memoryview, trailer: Trailer, number: int, file_bytes: int
 ) -> npt.NDArray[np.void]:
-    """The rows of a sealed segment, by rising offset, as an array of ROW_DTYPE of its own.
+    """The rows of a sealed segment, by rising offset, as an array of ROW_DTYPE over `raw`.
 
     Raises:
         CorruptionError: crc differs, or a row lies outside the records, in another segment or over
@@ -284,7 +284,7 @@ def footer_table(
     table = np.frombuffer(raw, np.uint8, min(size, len(raw)))
     if len(table) != size or zlib.crc32(table.data) != trailer.table_crc:
         raise CorruptionError("footer table: crc does not match the trailer's")
-    rows = table.copy().view(ROW_DTYPE)
+    rows = table.view(ROW_DTYPE)
     records_end = file_bytes - PAGE_BYTES - trailer.table_bytes
     offsets, lengths = rows["offset"], rows["length"]
     if (

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
 
 from emberkv_proto.types import AcquirePolicy, BlockHash, SaltId, StageState, Tier
-from store_daemon import catalog
+from store_daemon import catalog, promotion, store
 from store_daemon.block import Block, StoredNamespace
 from store_daemon.departures import UNWRITTEN_SECONDS
 from store_daemon.retries import LONGEST_PAUSE_SECONDS, MOST_ATTEMPTS, RETRY_BLOCKS, Retries
@@ -289,6 +291,28 @@ async def test_copies_that_nobody_used_since_a_restart_go_before_those_used(
         small.check_integrity()
     assert places(small, [old[0], *new]) == "b" * 6
     assert [small.store.holdings.catalog.find(session.own, h) for h in old[1:]] == [None] * 5
+
+
+async def test_blocks_that_an_earlier_life_left_unwritten_are_checked_and_written(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(promotion, "VERIFY_TURN_BLOCKS", 4)
+    monkeypatch.setattr(store, "RECOVERED_A_TURN", 4)
+    small = make("on_commit", ssd_segments=0)
+    hashes = chain(SPACE, 10, 1)
+    small.put(small.open(SPACE), hashes)
+    await small.close()
+    small = make("on_commit")
+    catalog = small.store.holdings.catalog
+    assert places(small, hashes) == "d" * 10
+    assert not any(catalog.blocks[h].is_verified for h in hashes)
+    small.store.start()
+    deadline = time.monotonic() + 20
+    while places(small, hashes) != "b" * 10 or not all(
+        catalog.blocks[h].is_verified for h in hashes
+    ):
+        assert time.monotonic() < deadline, places(small, hashes)
+        await asyncio.sleep(0.01)
 
 
 async def test_a_block_that_fits_in_no_ssd_quota_stays_unwritten(make: Make) -> None:
