@@ -5,17 +5,23 @@ The only module of the SDK that needs grpcio.
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 import numpy as np
 import numpy.typing as npt
 
+from client_sdk import aio
 from client_sdk.tls import Tls, open_channel
 from emberkv_proto.convert import (
     digest_from_wire,
     engine_from_wire,
     hit_from_wire,
+    page_from_wire,
     u64s_to_wire,
 )
 from emberkv_proto.errors import (
@@ -25,12 +31,16 @@ from emberkv_proto.errors import (
     UnavailableError,
     error_from_wire,
 )
+from emberkv_proto.events import SnapshotPage
 from emberkv_proto.types import EngineInfo, Incarnation, NodeHit, NodeId, Seq, TierDigest
 from emberkv_proto.v1 import index_pb2, index_pb2_grpc
 from emberkv_proto.wire import MAX_BLOCKS_PER_CALL
 
 ERROR_METADATA_KEY = "emberkv-error"
 """Trailing metadata of a failed call: class name in emberkv_proto.errors."""
+
+WATCH_SILENCE_SECONDS = 15.0
+"""A watch that brings nothing for as long is broken: the index says something every 5 s."""
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 CHANNEL_OPTIONS = (
@@ -62,6 +72,15 @@ class IndexedNode:
     lag_seconds: float
     gaps: int
     snapshots: int
+
+
+@dataclass(frozen=True, slots=True)
+class WatchedNodes:
+    """Nodes that changed and nodes that are known no longer. Whole: `nodes` are all there are."""
+
+    is_whole: bool
+    nodes: tuple[IndexedNode, ...]
+    removed: tuple[NodeId, ...]
 
 
 class IndexClient:
@@ -103,6 +122,51 @@ class IndexClient:
         except grpc.aio.AioRpcError as error:
             raise ember_error(error, f"index {self.address}") from None
         return [_node_from_wire(node) for node in response.nodes]
+
+    async def watch(self) -> AsyncGenerator[WatchedNodes, None]:
+        """Yield all nodes, then those that change, until the index goes. Close it (`aclosing`).
+
+        One with nothing in it comes every few seconds. Raises UnavailableError when the index is
+        away or has too many watchers, DeadlineError when it falls silent.
+        """
+        call = self._stub().Watch(index_pb2.WatchRequest())
+        async with aclosing(self._messages(call, WATCH_SILENCE_SECONDS)) as messages:
+            async for message in messages:
+                yield WatchedNodes(
+                    message.is_whole,
+                    tuple(_node_from_wire(node) for node in message.nodes),
+                    tuple(NodeId(node_id) for node_id in message.removed),
+                )
+        raise UnavailableError(f"index {self.address} ended the watch")
+
+    async def snapshot(
+        self, node_ids: Sequence[NodeId] = (), *, timeout_seconds: float | None = None
+    ) -> AsyncGenerator[SnapshotPage, None]:
+        """Yield the rows of these nodes, or of all, node by node; `is_last` ends a node.
+
+        A node whose rows are not exact is left out. `timeout_seconds` is for each page: the index
+        may have to wait for its turn. Raises as `query` does.
+        """
+        call = self._stub().Snapshot(index_pb2.CopyRequest(node_ids=node_ids))
+        async with aclosing(self._messages(call, self._timeout(timeout_seconds))) as messages:
+            async for message in messages:
+                yield page_from_wire(message)
+
+    async def _messages(self, call: Any, seconds: float) -> AsyncGenerator[Any, None]:
+        """What a stream brings, each message within `seconds` of the one before."""
+        try:
+            while True:
+                async with aio.timeout(seconds):
+                    message = await call.read()
+                if message is grpc.aio.EOF:  # type: ignore[attr-defined]
+                    return
+                yield message
+        except grpc.aio.AioRpcError as error:
+            raise ember_error(error, f"index {self.address}") from None
+        except (asyncio.TimeoutError, TimeoutError):
+            raise DeadlineError(f"index {self.address} fell silent") from None
+        finally:
+            call.cancel()
 
     async def close(self) -> None:
         """Drop the connection, letting calls in flight finish. A later call connects anew."""

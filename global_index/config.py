@@ -24,6 +24,9 @@ class IndexSection(Section):
     addresses that a name has, as the one of a headless Service."""
     resolve_seconds: Seconds = 5.0
     """How often such names are looked up."""
+    seed_from: str = ""
+    """gRPC address (host:port) of another index to start from, so that daemons send only what came
+    since. Empty: every daemon sends a snapshot."""
     capacity_blocks: Annotated[int, Field(ge=1024, le=1 << 31)] = 8 * 1024 * 1024
     """Distinct blocks over all nodes. New ones beyond it are refused and counted."""
     suspect_seconds: Seconds = 3.0
@@ -66,6 +69,12 @@ class IndexSection(Section):
             for node in self.nodes
             if node.startswith(SCHEME)
         )
+    @field_validator("seed_from")
+    @classmethod
+    def _one_address(cls, address: str) -> str:
+        if address:
+            HostPort.parse(address)
+        return address
 
     def tls_files(self) -> TlsFiles | None:
         return tls_files_of(self.tls_cert_file, self.tls_key_file, self.tls_ca_file)

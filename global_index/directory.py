@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 import logging
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -52,11 +53,16 @@ from global_index.ingest import (
     Swap,
 )
 from global_index.membership import Liveness, Membership
+from global_index.row_copy import RowsCopy
+from global_index.watch import Standing
 
 log = logging.getLogger(__name__)
 
 MAX_NODES = MAX_HOLDERS // 2
 MAX_NODE_ID_CHARS = 253
+SEED_WAIT_SECONDS = 60.0
+"""Rows from another index go when their daemon has not spoken for as long."""
+
 SWEEP_SLOTS = 1 << 17
 """Slots looked at in one go while old rows are removed: some milliseconds."""
 
@@ -103,10 +109,21 @@ class ChainTrace:
     tiers: tuple[tuple[Tier, ...], ...]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class NodeRows:
+    """All rows of one node right after event `seq`."""
+
+    node_id: NodeId
+    incarnation: Incarnation
+    seq: Seq
+    keys: dict[Tier, Keys]
+
+
 @dataclass(slots=True)
 class _Rows:
     holder: Holder
     dropped: int = 0
+    copies: list[RowsCopy] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -149,6 +166,8 @@ class NodeDirectory:
         self._next_holder = 0
         self._free_holders: list[int] = []  # a heap: low numbers keep bitmap rows narrow
         self._swept: deque[Holder] = deque()
+        self._seeded: dict[NodeId, float] = {}
+        """Nodes known from another index only, and since when. No query names them."""
 
     # Sources
 
@@ -197,6 +216,8 @@ class NodeDirectory:
         node = self._node_of(address)
         if node:
             return self._carry_out(node, node.ingest.on_snapshot_needed(message, now))
+        if self._claim_seed(address, message):
+            return StreamStep.RESUBSCRIBE
         self._sources[address].wants_snapshot = True
         return StreamStep.SNAPSHOT if self.wants_snapshot(address, now) else StreamStep.CONTINUE
 
@@ -226,6 +247,66 @@ class NodeDirectory:
         if node:
             self._carry_out(node, node.ingest.on_snapshot_failed(now))
 
+    # Rows from and for another index
+
+    def on_seed_page(self, page: SnapshotPage, now: float) -> bool:
+        """Rows of a node that has not spoken yet; False when it has, or is one too many."""
+        node = self._nodes.get(page.node_id)
+        if node is None:
+            is_known = self._membership.state(page.node_id) is not None
+            if is_known or len(self._nodes) >= MAX_NODES or not _is_node_id(page.node_id):
+                return False
+            node = self._nodes[page.node_id] = _Node(page.node_id, Ingest(page.node_id))
+            self._seeded[node.id] = now
+            self._carry_out(node, node.ingest.on_snapshot_started())
+        elif node.id not in self._seeded or node.visible is not None:
+            return False
+        self._carry_out(node, node.ingest.on_page(page, now))
+        return True
+
+    def drop_seed(self, node_id: NodeId) -> None:
+        """Forget what came of a node that has not spoken."""
+        if self._seeded.pop(node_id, None) is not None:
+            self._drop_node(node_id)
+
+    def begin_copy(self, node_id: NodeId) -> RowsCopy | None:
+        """Begin to copy a node's rows; None unless they are exact. End it with `end_copy`."""
+        node = self._nodes.get(node_id)
+        if node is None or node.visible is None or not self._may_copy(node):
+            return None
+        copy = RowsCopy(self._index, node.visible.holder)
+        node.visible.copies.append(copy)
+        return copy
+
+    def settle_copy(self, node_id: NodeId, copy: RowsCopy) -> NodeRows | None:
+        """What was copied, as of now; None when the rows were replaced or are not exact."""
+        node = self._nodes.get(node_id)
+        if node is None or node.visible is None or copy not in node.visible.copies:
+            return None
+        if not self._may_copy(node):
+            return None
+        return NodeRows(node_id, node.ingest.incarnation, node.ingest.seq, copy.settle())
+
+    def end_copy(self, node_id: NodeId, copy: RowsCopy) -> None:
+        node = self._nodes.get(node_id)
+        for rows in node.generations.values() if node else ():
+            if copy in rows.copies:
+                rows.copies.remove(copy)
+
+    def _may_copy(self, node: _Node) -> bool:
+        is_quiet = self._membership.state(node.id) in (Liveness.OK, Liveness.SUSPECT)
+        return is_quiet and node.exactness is Exactness.EXACT
+
+    def _claim_seed(self, address: str, message: SnapshotNeeded) -> bool:
+        """Whether the seeded rows of this life of the node at `address` can be gone on from."""
+        node = self._nodes.get(message.node_id) if message.node_id else None
+        if node is None or node.id not in self._seeded or node.visible is None:
+            return False
+        if node.ingest.incarnation != message.incarnation or node.ingest.seq > message.seq:
+            return False
+        self._sources[address].node_id = node.id
+        return True
+
     # Time and operators
 
     def tick(self, now: float) -> None:
@@ -236,7 +317,12 @@ class NodeDirectory:
             if change.now is Liveness.GONE:
                 if node.visible:
                     self._index.clear_tier(node.visible.holder, Tier.DRAM)
+                    for copy in node.visible.copies:
+                        copy.note(TierCleared(Tier.DRAM))
                 self._carry_out(node, node.ingest.on_rows_lost(now))
+        for node_id, since in [*self._seeded.items()]:
+            if now - since >= SEED_WAIT_SECONDS:
+                self.drop_seed(node_id)
         followed = {source.node_id for source in self._sources.values()}
         for node_id in [*self._nodes]:
             if node_id not in followed and self._membership.state(node_id) is Liveness.GONE:
@@ -286,7 +372,7 @@ class NodeDirectory:
             for key in keys.tolist()
         ]
         traces = []
-        for node in self._nodes.values():
+        for node in self._spoken():
             holder = node.visible.holder if node.visible else None
             tiers = tuple(block.get(holder, ()) if holder is not None else () for block in blocks)
             run = next((i for i, held in enumerate(tiers) if not held), len(tiers))
@@ -294,7 +380,20 @@ class NodeDirectory:
         return sorted(traces, key=lambda trace: (-trace.hit_blocks, trace.node_id))
 
     def nodes(self, now: float) -> list[NodeView]:
-        return [self._view(node, now) for node in self._nodes.values()]
+        return [self._view(node, now) for node in self._spoken()]
+
+    def standings(self) -> dict[NodeId, Standing]:
+        """What watchers are told of each node, when it changes."""
+        return {
+            node.id: Standing(
+                node.ingest.incarnation,
+                self._liveness(node),
+                node.exactness,
+                node.report.grpc_address if node.report else "",
+                node.report.engines if node.report else (),
+            )
+            for node in self._spoken()
+        }
 
     @property
     def swept_holders(self) -> int:
@@ -314,6 +413,9 @@ class NodeDirectory:
             if node.visible:
                 assert node.generations[node.ingest.visible or GenerationId(0)] is node.visible
                 assert self._by_holder[node.visible.holder] is node
+        for node_id in self._seeded:
+            assert node_id in self._nodes, "a seeded node is lost"
+            assert self._membership.state(node_id) is None, "a node that spoke counts as seeded"
         assert len(self._by_holder) == sum(1 for node in self._nodes.values() if node.visible)
         assert sorted([*live, *self._swept, *self._free_holders]) == list(
             range(self._next_holder)
@@ -322,6 +424,10 @@ class NodeDirectory:
             assert not any(self._index.digest(Holder(free), tier).blocks for tier in Tier)
 
     # Inside
+
+    def _spoken(self) -> Iterator[_Node]:
+        """Nodes that were heard of from their daemon."""
+        return (node for node in self._nodes.values() if node.id not in self._seeded)
 
     def _node_of(self, address: str) -> _Node | None:
         source = self._sources.get(address)
@@ -334,7 +440,7 @@ class NodeDirectory:
         source = self._sources.get(address)
         if source is None:
             return None
-        if not node_id or len(node_id) > MAX_NODE_ID_CHARS:
+        if not _is_node_id(node_id):
             raise InvalidRequestError(f"{address} names itself {node_id[:300]!r}")
         node = self._nodes.get(node_id)
         if node is None and len(self._nodes) >= MAX_NODES:
@@ -343,6 +449,7 @@ class NodeDirectory:
             return node  # ingest counts and refuses it; it is no sign of life
         if not self._membership.hear(node_id, incarnation, now):
             return None
+        self._seeded.pop(node_id, None)
         if node is None:
             node = self._nodes[node_id] = _Node(node_id, Ingest(node_id))
         if source.node_id != node_id:
@@ -380,6 +487,8 @@ class NodeDirectory:
                     applied = self._index.apply_removed(rows.holder, tier, keys)
                 case TierCleared(tier):
                     applied = Applied(self._index.clear_tier(rows.holder, tier), 0, 0)
+            for copy in rows.copies:
+                copy.note(event)
             node.anomalies += applied.unchanged
             node.dropped += applied.dropped
             rows.dropped += applied.dropped
@@ -402,6 +511,7 @@ class NodeDirectory:
 
     def _drop_node(self, node_id: NodeId) -> None:
         node = self._nodes.pop(node_id)
+        self._seeded.pop(node_id, None)
         for generation in [*node.generations]:
             self._retire(node, generation)
 
@@ -436,3 +546,7 @@ class NodeDirectory:
             anomalies=node.anomalies,
             dropped=node.dropped,
         )
+
+
+def _is_node_id(text: str) -> bool:
+    return 0 < len(text) <= MAX_NODE_ID_CHARS

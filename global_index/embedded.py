@@ -9,19 +9,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 
 from client_sdk.tls import Tls
 from emberkv_proto.errors import ConfigError
-from emberkv_proto.events import Keys
+from emberkv_proto.events import Keys, SnapshotPage
 from emberkv_proto.types import NodeHit, NodeId
 from global_index.config import IndexSection
+from global_index.copying import copied_pages
 from global_index.dict_index import DictIndex
 from global_index.directory import ChainTrace, NodeDirectory, NodeView
 from global_index.dns_nodes import Changes, HostPort, NameCounts, NodeNames, follow
 from global_index.index import BlockIndex, TableSize
 from global_index.membership import Membership
+from global_index.seeding import SeedCounts, load_seed
 from global_index.subscriber import StreamCounts, Subscriber
+from global_index.watch import NodeWatch
 
 log = logging.getLogger(__name__)
 
@@ -84,12 +87,21 @@ class GlobalIndex:
         self._ticker: asyncio.Task[None] | None = None
         self._names = NodeNames(section.names)
         self._lookups: asyncio.Task[None] | None = None
+        self._seeding: asyncio.Task[None] | None = None
+        self._is_seeded = asyncio.Event()
+        self.seed_counts = SeedCounts()
+        self.watch = NodeWatch(self._directory.standings)
+        """Tells who asks how nodes stand, whenever that changes."""
         self.faults = 0
         """Restarts of a task after an error that nobody foresaw."""
 
     async def start(self) -> None:
-        """Begin to follow `index.nodes`. Returns at once; rows arrive as daemons answer."""
+        """Begin to follow `index.nodes`. Returns at once; rows arrive as daemons answer.
+
+        With `index.seed_from` the daemons are followed once that index has given its rows.
+        """
         self._ticker = asyncio.create_task(self._supervise("ticker", self._tick_for_ever))
+        self._seeding = asyncio.create_task(self._supervise("seeding", self._seed))
         for address in self._section.addresses:
             self.subscribe(address)
         if self._names.counts:
@@ -97,10 +109,11 @@ class GlobalIndex:
 
     async def stop(self) -> None:
         """End all tasks; rows stay and can still be asked for."""
-        tasks = [*self._tasks.values()] + [t for t in (self._ticker, self._lookups) if t]
+        own = [task for task in (self._ticker, self._lookups, self._seeding) if task]
+        tasks = [*self._tasks.values(), *own]
         self._tasks.clear()
         self._subscribers.clear()
-        self._ticker = self._lookups = None
+        self._ticker = self._lookups = self._seeding = None
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -128,7 +141,12 @@ class GlobalIndex:
             tls=self.tls,
         )
         self._subscribers[address] = subscriber
-        self._tasks[address] = asyncio.create_task(self._supervise(address, subscriber.run))
+
+        async def follow() -> None:
+            await self._is_seeded.wait()
+            await subscriber.run()
+
+        self._tasks[address] = asyncio.create_task(self._supervise(address, follow))
 
     async def unsubscribe(self, address: str) -> None:
         """Follow a daemon no longer. Its node fades as if silent, unless another address has it."""
@@ -154,6 +172,11 @@ class GlobalIndex:
         """Each node's run and the tiers of each block; nodes left out of answers included."""
         return self._directory.explain(keys)
 
+    def copy_nodes(self, node_ids: Sequence[NodeId]) -> AsyncGenerator[SnapshotPage, None]:
+        """Rows of these nodes, or of all when none is named; for another index to start from."""
+        wanted = node_ids or [node.node_id for node in self.nodes()]
+        return copied_pages(self._directory, wanted)
+
     def nodes(self) -> list[NodeView]:
         """All known nodes and their engines."""
         return self._directory.nodes(self._clock())
@@ -172,6 +195,7 @@ class GlobalIndex:
     def check_integrity(self) -> None:
         self._directory.check_integrity()
         self._names.check_integrity()
+        self.watch.check_integrity()
 
     async def _follow_names(self) -> None:
         await follow(self._names, self._renew, self._section.resolve_seconds)
@@ -191,9 +215,23 @@ class GlobalIndex:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
+    async def _seed(self) -> None:
+        try:
+            if self._section.seed_from and not self._is_seeded.is_set():
+                await load_seed(
+                    self._section.seed_from,
+                    self._directory,
+                    self.seed_counts,
+                    tls=self.tls,
+                    clock=self._clock,
+                )
+        finally:
+            self._is_seeded.set()
+
     async def _tick_for_ever(self) -> None:
         while True:
             self._directory.tick(self._clock())
+            self.watch.notice()
             while self._directory.sweep():  # noqa: ASYNC110
                 await asyncio.sleep(0)
             await asyncio.sleep(min(0.25, self._section.suspect_seconds / 4))

@@ -58,6 +58,14 @@ class Holding:
     tiers: tuple[Tier, ...]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Collected:
+    """Keys found in a piece of the table, in no order; where the next piece begins, if any."""
+
+    keys: Keys
+    next_slot: int | None
+
+
 @dataclass(frozen=True, slots=True)
 class TableSize:
     """`blocks` distinct keys; `table_bytes` is 0 where the backend cannot tell."""
@@ -107,6 +115,12 @@ class BlockIndex(Protocol):
 
     def rows(self, holder: Holder, tier: Tier) -> Keys:
         """All keys of `holder` in `tier`, in no order. O(table): for repairs, not the hot path."""
+
+    def collect(self, holder: Holder, tier: Tier, start_slot: int, budget_slots: int) -> Collected:
+        """Keys of `holder` in `tier`, looking at `budget_slots` slots from `start_slot` on.
+
+        Between two calls entries may move: a key may come twice, or not at all.
+        """
 
     def digest(self, holder: Holder, tier: Tier) -> TierDigest:
         """Count and XOR of the rows of `holder` in `tier`. O(1)."""

@@ -338,10 +338,15 @@ def sweep(
 
 
 @_compiled
-def collect(table: U64, rows: U64, holder: Int, tier: Word, found: U64) -> Int:
-    """Write the keys that `holder` has in `tier` (one bit) to `found`, which has room for all."""
+def collect(
+    table: U64, rows: U64, holder: Int, tier: Word, start: Int, stop: Int, found: U64
+) -> Int:
+    """Write the keys that `holder` has in `tier` (one bit) in slots start..stop - 1; how many.
+
+    `found` has room for all.
+    """
     count = 0
-    for slot in range(table.shape[0] >> 1):
+    for slot in range(start, stop):
         if count == found.shape[0]:
             break
         value = table[2 * slot + 1]

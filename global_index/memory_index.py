@@ -19,6 +19,7 @@ from global_index.index import (
     EVERYTHING,
     MAX_HOLDERS,
     Applied,
+    Collected,
     Holder,
     HolderHit,
     Holding,
@@ -147,9 +148,15 @@ class MemoryIndex:
         )
 
     def rows(self, holder: Holder, tier: Tier) -> Keys:
-        found = np.empty(self.digest(holder, tier).blocks, np.uint64)
-        kernels.collect(self._table, self._rows, holder, np.uint64(1 << (tier - 1)), found)
-        return found
+        return self.collect(holder, tier, 0, EVERYTHING).keys
+
+    def collect(self, holder: Holder, tier: Tier, start_slot: int, budget_slots: int) -> Collected:
+        slots = len(self._table) // 2
+        stop = min(slots, start_slot + budget_slots)
+        out = np.empty(min(stop - start_slot, self.digest(holder, tier).blocks), np.uint64)
+        bit = np.uint64(1 << (tier - 1))
+        found = kernels.collect(self._table, self._rows, holder, bit, start_slot, stop, out)
+        return Collected(out[:found], stop if stop < slots else None)
 
     def digest(self, holder: Holder, tier: Tier) -> TierDigest:
         blocks, xor = self._digests[holder, tier - 1].tolist()

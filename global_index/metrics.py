@@ -45,6 +45,16 @@ class IndexCollector(Collector):
         yield CounterMetricFamily(
             "emberkv_index_faults", "Tasks restarted after an error of ours.", self._index.faults
         )
+        yield GaugeMetricFamily(
+            "emberkv_index_watchers", "Who watches the nodes.", self._index.watch.watchers
+        )
+        seed = self._index.seed_counts
+        yield GaugeMetricFamily(
+            "emberkv_index_seed_blocks", "Blocks that another index gave at start.", seed.blocks
+        )
+        yield CounterMetricFamily(
+            "emberkv_index_seed_failures", "Starts from another index that failed.", seed.failures
+        )
         rows = GaugeMetricFamily("emberkv_index_rows", "Visible rows.", labels=["node", "tier"])
         lag = GaugeMetricFamily(
             "emberkv_index_lag_seconds", "Age of the newest event or report.", labels=["node"]

@@ -11,7 +11,7 @@ import numpy as np
 from emberkv_proto.events import Keys
 from emberkv_proto.types import IndexKey, Tier, TierDigest
 from global_index.base_links import BaseLinks
-from global_index.index import EVERYTHING, Applied, Holder, HolderHit, Holding, TableSize
+from global_index.index import EVERYTHING, Applied, Collected, Holder, HolderHit, Holding, TableSize
 
 
 class NaiveIndex:
@@ -89,6 +89,10 @@ class NaiveIndex:
 
     def rows(self, holder: Holder, tier: Tier) -> Keys:
         return np.array(sorted(self._sets.get((holder, tier), ())), np.uint64)
+
+    def collect(self, holder: Holder, tier: Tier, start_slot: int, budget_slots: int) -> Collected:
+        return Collected(self.rows(holder, tier), None)
+
 
     def digest(self, holder: Holder, tier: Tier) -> TierDigest:
         keys = self._sets.get((holder, tier), set())

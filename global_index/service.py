@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 import grpc
 
 from client_sdk.index_client import CHANNEL_OPTIONS, ERROR_METADATA_KEY
 from client_sdk.tls import bind
-from emberkv_proto.convert import digest_to_wire, engine_to_wire, hit_to_wire, keys_from_wire
+from emberkv_proto.convert import (
+    digest_to_wire,
+    engine_to_wire,
+    hit_to_wire,
+    keys_from_wire,
+    page_to_wire,
+)
 from emberkv_proto.errors import EmberError, InvalidRequestError, PreflightError
+from emberkv_proto.types import NodeId
 from emberkv_proto.v1 import index_pb2, index_pb2_grpc
 from emberkv_proto.wire import MAX_BLOCKS_PER_CALL
-from global_index.directory import NodeView
+from global_index.directory import MAX_NODES, NodeView
 from global_index.embedded import GlobalIndex
 
 log = logging.getLogger(__name__)
+
+MAX_COPIES = 4
+"""Snapshots sent at the same time; more wait."""
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 _STATUS = {status.value[0]: status for status in grpc.StatusCode}
@@ -30,29 +42,63 @@ class IndexServicer(index_pb2_grpc.IndexServicer):
     def __init__(self, index: GlobalIndex, observe: Callable[[float], None]) -> None:
         self._index = index
         self._observe = observe
+        self._copy_gate = asyncio.Semaphore(MAX_COPIES)
 
     async def Query(  # noqa: N802
         self, request: index_pb2.QueryRequest, context: _Context
     ) -> index_pb2.QueryResponse:
-        try:
+        async with _errors_answered(context):
             keys = keys_from_wire(request.keys)
             if keys.size > MAX_BLOCKS_PER_CALL:
                 raise InvalidRequestError(
                     f"a chain of {keys.size} blocks; at most {MAX_BLOCKS_PER_CALL} can be asked for"
                 )
-        except EmberError as error:
-            await context.abort(
-                _STATUS[error.code], str(error), ((ERROR_METADATA_KEY, type(error).__name__),)
-            )
         began = time.perf_counter()
         hits = self._index.query(keys)
         self._observe(time.perf_counter() - began)
         return index_pb2.QueryResponse(hits=[hit_to_wire(hit) for hit in hits])
 
+    async def Watch(  # noqa: N802
+        self, request: index_pb2.WatchRequest, context: _Context
+    ) -> None:
+        async with _errors_answered(context), aclosing(self._index.watch.watch()) as changes:
+            async for change in changes:
+                views = {view.node_id: view for view in self._index.nodes()}
+                nodes = [views[node_id] for node_id in change.changed if node_id in views]
+                await context.write(
+                    index_pb2.WatchResponse(
+                        is_whole=change.is_whole,
+                        nodes=[_view_to_wire(view) for view in nodes],
+                        removed=change.removed,
+                    )
+                )
+
+    async def Snapshot(  # noqa: N802
+        self, request: index_pb2.CopyRequest, context: _Context
+    ) -> None:
+        async with _errors_answered(context), self._copy_gate:
+            if len(request.node_ids) > MAX_NODES:
+                raise InvalidRequestError(f"more than {MAX_NODES} nodes are asked for")
+            node_ids = [NodeId(node_id) for node_id in request.node_ids]
+            async with aclosing(self._index.copy_nodes(node_ids)) as pages:
+                async for page in pages:
+                    await context.write(page_to_wire(page))
+
     async def Nodes(  # noqa: N802
         self, request: index_pb2.NodesRequest, context: _Context
     ) -> index_pb2.NodesResponse:
         return index_pb2.NodesResponse(nodes=[_view_to_wire(view) for view in self._index.nodes()])
+
+
+@asynccontextmanager
+async def _errors_answered(context: _Context) -> AsyncIterator[None]:
+    """End the call with what was raised: its code, its message and, as metadata, its type."""
+    try:
+        yield
+    except EmberError as error:
+        await context.abort(
+            _STATUS[error.code], str(error), ((ERROR_METADATA_KEY, type(error).__name__),)
+        )
 
 
 def _view_to_wire(view: NodeView) -> index_pb2.NodeState:

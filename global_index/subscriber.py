@@ -22,7 +22,7 @@ from client_sdk.tls import Tls, open_channel
 from emberkv_proto.convert import batch_from_wire, page_from_wire, report_from_wire
 from emberkv_proto.errors import EmberError, InvalidRequestError, UnavailableError
 from emberkv_proto.events import SnapshotNeeded
-from emberkv_proto.types import Incarnation, Seq
+from emberkv_proto.types import Incarnation, NodeId, Seq
 from emberkv_proto.v1 import index_pb2, index_pb2_grpc
 from global_index.directory import NodeDirectory, StreamStep
 
@@ -139,6 +139,7 @@ class Subscriber:
                 needed = SnapshotNeeded(
                     Incarnation(message.snapshot_needed.incarnation),
                     Seq(message.snapshot_needed.seq),
+                    NodeId(message.snapshot_needed.node_id) or None,
                 )
                 return self._directory.on_snapshot_needed(self.address, needed, now)
             case kind:

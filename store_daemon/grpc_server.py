@@ -188,5 +188,7 @@ def _published_to_wire(published: Published) -> index_pb2.EventMessage:
         case NodeReport():
             return index_pb2.EventMessage(report=report_to_wire(published))
         case _:
-            needed = index_pb2.SnapshotNeeded(incarnation=published.incarnation, seq=published.seq)
+            needed = index_pb2.SnapshotNeeded(
+                incarnation=published.incarnation, seq=published.seq, node_id=published.node_id
+            )
             return index_pb2.EventMessage(snapshot_needed=needed)

@@ -152,7 +152,7 @@ class Publisher:
         cursor = max(1, from_seq)
         if incarnation != self._incarnation or cursor > self._seq + 1:
             self.gaps += 1
-            yield SnapshotNeeded(self._incarnation, self.seq)
+            yield SnapshotNeeded(self._incarnation, self.seq, self._node_id)
             return
         loop = asyncio.get_running_loop()
         wake = asyncio.Event()
@@ -165,7 +165,7 @@ class Publisher:
             while not self._is_closed:
                 if cursor < self.oldest_seq:
                     self.gaps += 1
-                    yield SnapshotNeeded(self._incarnation, self.seq)
+                    yield SnapshotNeeded(self._incarnation, self.seq, self._node_id)
                     return
                 if report is None and (loop.time() >= report_due or announced != self._announced):
                     report = self._report()

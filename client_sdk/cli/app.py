@@ -167,6 +167,33 @@ def status(
 
 
 @app.command()
+def nodes(
+    config: ConfigOption = None,
+    set_: SetOption = None,
+    index: IndexOption = "",
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Go on, and tell of each change; until Ctrl-C.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Show the nodes that the index knows, and with --watch how they come, change and go.
+
+    With --watch and --json: one line of JSON for each change.
+    """
+    from client_sdk.cli.nodes import nodes_json, run_nodes, run_watch, show_json_lines, show_text
+    from client_sdk.cli.operate import find_daemon
+
+    tls = find_daemon("", None, config, set_ or ()).access.tls
+    address = index or _cluster_addresses(config, set_)[0]
+    text = show_text(_console())
+    if watch:
+        asyncio.run(run_watch(address, tls, show_json_lines(typer.echo) if as_json else text))
+    else:
+        show = (lambda change: _print_json(nodes_json(change))) if as_json else text
+        asyncio.run(run_nodes(address, tls, show))
+
+
+@app.command()
 def where(
     prompt: Annotated[str, typer.Argument(help="The prompt's text.")] = "",
     tokens: Annotated[

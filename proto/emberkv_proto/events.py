@@ -62,6 +62,8 @@ class SnapshotNeeded:
 
     incarnation: Incarnation
     seq: Seq
+    node_id: NodeId | None = None
+    """Whose; a daemon older than this field does not say."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

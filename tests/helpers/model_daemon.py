@@ -91,7 +91,7 @@ class ModelDaemon:
         return incarnation == self.incarnation and oldest <= from_seq <= self.seq + 1
 
     def snapshot_needed(self) -> SnapshotNeeded:
-        return SnapshotNeeded(self.incarnation, self.seq)
+        return SnapshotNeeded(self.incarnation, self.seq, self.node_id)
 
     def report(self) -> NodeReport:
         digests = tuple(
@@ -138,6 +138,8 @@ class ModelServer(index_pb2_grpc.EventsServicer):
         self.subscriptions: list[tuple[int, int]] = []
         self.snapshots = 0
         self.is_mute = False
+        self.named = str(daemon.node_id)
+        """Who it says it is in SnapshotNeeded; empty for a daemon of an older version."""
         self._server: grpc.aio.Server | None = None
 
     @property
@@ -163,7 +165,9 @@ class ModelServer(index_pb2_grpc.EventsServicer):
         self.subscriptions.append((request.incarnation, request.from_seq))
         cursor = max(1, request.from_seq)
         if not daemon.can_replay(request.incarnation, cursor):
-            needed = index_pb2.SnapshotNeeded(incarnation=daemon.incarnation, seq=daemon.seq)
+            needed = index_pb2.SnapshotNeeded(
+                incarnation=daemon.incarnation, seq=daemon.seq, node_id=self.named
+            )
             await context.write(index_pb2.EventMessage(snapshot_needed=needed))
             return
         while daemon.incarnation == life:

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from emberkv_proto.v1 import common_pb2 as emberkv__proto_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1c\x65mberkv_proto/v1/index.proto\x12\nemberkv.v1\x1a\x1d\x65mberkv_proto/v1/common.proto\"<\n\x0c\x42locksStored\x12\x1e\n\x04tier\x18\x01 \x01(\x0e\x32\x10.emberkv.v1.Tier\x12\x0c\n\x04keys\x18\x02 \x01(\x0c\"=\n\rBlocksRemoved\x12\x1e\n\x04tier\x18\x01 \x01(\x0e\x32\x10.emberkv.v1.Tier\x12\x0c\n\x04keys\x18\x02 \x01(\x0c\"-\n\x0bTierCleared\x12\x1e\n\x04tier\x18\x01 \x01(\x0e\x32\x10.emberkv.v1.Tier\"\x95\x01\n\x05\x45vent\x12*\n\x06stored\x18\x01 \x01(\x0b\x32\x18.emberkv.v1.BlocksStoredH\x00\x12,\n\x07removed\x18\x02 \x01(\x0b\x32\x19.emberkv.v1.BlocksRemovedH\x00\x12*\n\x07\x63leared\x18\x03 \x01(\x0b\x32\x17.emberkv.v1.TierClearedH\x00\x42\x06\n\x04kind\"\x83\x01\n\nEventBatch\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x11\n\tseq_first\x18\x03 \x01(\x04\x12!\n\x06\x65vents\x18\x04 \x03(\x0b\x32\x11.emberkv.v1.Event\x12\x19\n\x11sent_unix_seconds\x18\x05 \x01(\x01\"u\n\nTierDigest\x12\x1e\n\x04tier\x18\x01 \x01(\x0e\x32\x10.emberkv.v1.Tier\x12\x0e\n\x06\x62locks\x18\x02 \x01(\x04\x12\x0b\n\x03xor\x18\x03 \x01(\x04\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x04 \x01(\x04\x12\x12\n\nused_bytes\x18\x05 \x01(\x04\"\xcf\x01\n\nNodeReport\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x0b\n\x03seq\x18\x03 \x01(\x04\x12\r\n\x05state\x18\x04 \x01(\t\x12%\n\x05tiers\x18\x05 \x03(\x0b\x32\x16.emberkv.v1.TierDigest\x12\'\n\x07\x65ngines\x18\x06 \x03(\x0b\x32\x16.emberkv.v1.EngineInfo\x12\x14\n\x0cgrpc_address\x18\x07 \x01(\t\x12\x19\n\x11sent_unix_seconds\x18\x08 \x01(\x01\"2\n\x0eSnapshotNeeded\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\x12\x0b\n\x03seq\x18\x02 \x01(\x04\"M\n\x10SubscribeRequest\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\x12\x10\n\x08\x66rom_seq\x18\x02 \x01(\x04\x12\x12\n\nsubscriber\x18\x03 \x01(\t\"\xa0\x01\n\x0c\x45ventMessage\x12\'\n\x05\x62\x61tch\x18\x01 \x01(\x0b\x32\x16.emberkv.v1.EventBatchH\x00\x12(\n\x06report\x18\x02 \x01(\x0b\x32\x16.emberkv.v1.NodeReportH\x00\x12\x35\n\x0fsnapshot_needed\x18\x03 \x01(\x0b\x32\x1a.emberkv.v1.SnapshotNeededH\x00\x42\x06\n\x04kind\"\x11\n\x0fSnapshotRequest\"\x80\x01\n\x0cSnapshotPage\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x0b\n\x03seq\x18\x03 \x01(\x04\x12\x1e\n\x04tier\x18\x04 \x01(\x0e\x32\x10.emberkv.v1.Tier\x12\x0c\n\x04keys\x18\x05 \x01(\x0c\x12\x0f\n\x07is_last\x18\x06 \x01(\x08\"\x1c\n\x0cQueryRequest\x12\x0c\n\x04keys\x18\x01 \x01(\x0c\"W\n\x07NodeHit\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x12\n\nhit_blocks\x18\x02 \x01(\r\x12\x13\n\x0b\x64ram_blocks\x18\x03 \x01(\r\x12\x12\n\nssd_blocks\x18\x04 \x01(\r\"2\n\rQueryResponse\x12!\n\x04hits\x18\x01 \x03(\x0b\x32\x13.emberkv.v1.NodeHit\"\x0e\n\x0cNodesRequest\"\xfc\x01\n\tNodeState\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x0b\n\x03seq\x18\x03 \x01(\x04\x12\r\n\x05state\x18\x04 \x01(\t\x12\x11\n\texactness\x18\x05 \x01(\t\x12\x14\n\x0cgrpc_address\x18\x06 \x01(\t\x12%\n\x05tiers\x18\x07 \x03(\x0b\x32\x16.emberkv.v1.TierDigest\x12\'\n\x07\x65ngines\x18\x08 \x03(\x0b\x32\x16.emberkv.v1.EngineInfo\x12\x13\n\x0blag_seconds\x18\t \x01(\x01\x12\x0c\n\x04gaps\x18\n \x01(\x04\x12\x11\n\tsnapshots\x18\x0b \x01(\x04\"5\n\rNodesResponse\x12$\n\x05nodes\x18\x01 \x03(\x0b\x32\x15.emberkv.v1.NodeState2\x94\x01\n\x06\x45vents\x12\x45\n\tSubscribe\x12\x1c.emberkv.v1.SubscribeRequest\x1a\x18.emberkv.v1.EventMessage0\x01\x12\x43\n\x08Snapshot\x12\x1b.emberkv.v1.SnapshotRequest\x1a\x18.emberkv.v1.SnapshotPage0\x01\x32\x83\x01\n\x05Index\x12<\n\x05Query\x12\x18.emberkv.v1.QueryRequest\x1a\x19.emberkv.v1.QueryResponse\x12<\n\x05Nodes\x12\x18.emberkv.v1.NodesRequest\x1a\x19.emberkv.v1.NodesResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1c\x65mberkv_proto/v1/index.proto\x12\nemberkv.v1\x1a\x1d\x65mberkv_proto/v1/common.proto\"<\n\x0c\x42locksStored\x12\x1e\n\x04tier\x18\x01 \x01(\x0e\x32\x10.emberkv.v1.Tier\x12\x0c\n\x04keys\x18\x02 \x01(\x0c\"=\n\rBlocksRemoved\x12\x1e\n\x04tier\x18\x01 \x01(\x0e\x32\x10.emberkv.v1.Tier\x12\x0c\n\x04keys\x18\x02 \x01(\x0c\"-\n\x0bTierCleared\x12\x1e\n\x04tier\x18\x01 \x01(\x0e\x32\x10.emberkv.v1.Tier\"\x95\x01\n\x05\x45vent\x12*\n\x06stored\x18\x01 \x01(\x0b\x32\x18.emberkv.v1.BlocksStoredH\x00\x12,\n\x07removed\x18\x02 \x01(\x0b\x32\x19.emberkv.v1.BlocksRemovedH\x00\x12*\n\x07\x63leared\x18\x03 \x01(\x0b\x32\x17.emberkv.v1.TierClearedH\x00\x42\x06\n\x04kind\"\x83\x01\n\nEventBatch\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x11\n\tseq_first\x18\x03 \x01(\x04\x12!\n\x06\x65vents\x18\x04 \x03(\x0b\x32\x11.emberkv.v1.Event\x12\x19\n\x11sent_unix_seconds\x18\x05 \x01(\x01\"u\n\nTierDigest\x12\x1e\n\x04tier\x18\x01 \x01(\x0e\x32\x10.emberkv.v1.Tier\x12\x0e\n\x06\x62locks\x18\x02 \x01(\x04\x12\x0b\n\x03xor\x18\x03 \x01(\x04\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x04 \x01(\x04\x12\x12\n\nused_bytes\x18\x05 \x01(\x04\"\xcf\x01\n\nNodeReport\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x0b\n\x03seq\x18\x03 \x01(\x04\x12\r\n\x05state\x18\x04 \x01(\t\x12%\n\x05tiers\x18\x05 \x03(\x0b\x32\x16.emberkv.v1.TierDigest\x12\'\n\x07\x65ngines\x18\x06 \x03(\x0b\x32\x16.emberkv.v1.EngineInfo\x12\x14\n\x0cgrpc_address\x18\x07 \x01(\t\x12\x19\n\x11sent_unix_seconds\x18\x08 \x01(\x01\"C\n\x0eSnapshotNeeded\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\x12\x0b\n\x03seq\x18\x02 \x01(\x04\x12\x0f\n\x07node_id\x18\x03 \x01(\t\"M\n\x10SubscribeRequest\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\x12\x10\n\x08\x66rom_seq\x18\x02 \x01(\x04\x12\x12\n\nsubscriber\x18\x03 \x01(\t\"\xa0\x01\n\x0c\x45ventMessage\x12\'\n\x05\x62\x61tch\x18\x01 \x01(\x0b\x32\x16.emberkv.v1.EventBatchH\x00\x12(\n\x06report\x18\x02 \x01(\x0b\x32\x16.emberkv.v1.NodeReportH\x00\x12\x35\n\x0fsnapshot_needed\x18\x03 \x01(\x0b\x32\x1a.emberkv.v1.SnapshotNeededH\x00\x42\x06\n\x04kind\"\x11\n\x0fSnapshotRequest\"\x80\x01\n\x0cSnapshotPage\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x0b\n\x03seq\x18\x03 \x01(\x04\x12\x1e\n\x04tier\x18\x04 \x01(\x0e\x32\x10.emberkv.v1.Tier\x12\x0c\n\x04keys\x18\x05 \x01(\x0c\x12\x0f\n\x07is_last\x18\x06 \x01(\x08\"\x1c\n\x0cQueryRequest\x12\x0c\n\x04keys\x18\x01 \x01(\x0c\"W\n\x07NodeHit\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x12\n\nhit_blocks\x18\x02 \x01(\r\x12\x13\n\x0b\x64ram_blocks\x18\x03 \x01(\r\x12\x12\n\nssd_blocks\x18\x04 \x01(\r\"2\n\rQueryResponse\x12!\n\x04hits\x18\x01 \x03(\x0b\x32\x13.emberkv.v1.NodeHit\"\x0e\n\x0cNodesRequest\"\xfc\x01\n\tNodeState\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x0b\n\x03seq\x18\x03 \x01(\x04\x12\r\n\x05state\x18\x04 \x01(\t\x12\x11\n\texactness\x18\x05 \x01(\t\x12\x14\n\x0cgrpc_address\x18\x06 \x01(\t\x12%\n\x05tiers\x18\x07 \x03(\x0b\x32\x16.emberkv.v1.TierDigest\x12\'\n\x07\x65ngines\x18\x08 \x03(\x0b\x32\x16.emberkv.v1.EngineInfo\x12\x13\n\x0blag_seconds\x18\t \x01(\x01\x12\x0c\n\x04gaps\x18\n \x01(\x04\x12\x11\n\tsnapshots\x18\x0b \x01(\x04\"5\n\rNodesResponse\x12$\n\x05nodes\x18\x01 \x03(\x0b\x32\x15.emberkv.v1.NodeState\"\x0e\n\x0cWatchRequest\"X\n\rWatchResponse\x12\x10\n\x08is_whole\x18\x01 \x01(\x08\x12$\n\x05nodes\x18\x02 \x03(\x0b\x32\x15.emberkv.v1.NodeState\x12\x0f\n\x07removed\x18\x03 \x03(\t\"\x1f\n\x0b\x43opyRequest\x12\x10\n\x08node_ids\x18\x01 \x03(\t2\x94\x01\n\x06\x45vents\x12\x45\n\tSubscribe\x12\x1c.emberkv.v1.SubscribeRequest\x1a\x18.emberkv.v1.EventMessage0\x01\x12\x43\n\x08Snapshot\x12\x1b.emberkv.v1.SnapshotRequest\x1a\x18.emberkv.v1.SnapshotPage0\x01\x32\x84\x02\n\x05Index\x12<\n\x05Query\x12\x18.emberkv.v1.QueryRequest\x1a\x19.emberkv.v1.QueryResponse\x12<\n\x05Nodes\x12\x18.emberkv.v1.NodesRequest\x1a\x19.emberkv.v1.NodesResponse\x12>\n\x05Watch\x12\x18.emberkv.v1.WatchRequest\x1a\x19.emberkv.v1.WatchResponse0\x01\x12?\n\x08Snapshot\x12\x17.emberkv.v1.CopyRequest\x1a\x18.emberkv.v1.SnapshotPage0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -47,29 +47,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_NODEREPORT']._serialized_start=653
   _globals['_NODEREPORT']._serialized_end=860
   _globals['_SNAPSHOTNEEDED']._serialized_start=862
-  _globals['_SNAPSHOTNEEDED']._serialized_end=912
-  _globals['_SUBSCRIBEREQUEST']._serialized_start=914
-  _globals['_SUBSCRIBEREQUEST']._serialized_end=991
-  _globals['_EVENTMESSAGE']._serialized_start=994
-  _globals['_EVENTMESSAGE']._serialized_end=1154
-  _globals['_SNAPSHOTREQUEST']._serialized_start=1156
-  _globals['_SNAPSHOTREQUEST']._serialized_end=1173
-  _globals['_SNAPSHOTPAGE']._serialized_start=1176
-  _globals['_SNAPSHOTPAGE']._serialized_end=1304
-  _globals['_QUERYREQUEST']._serialized_start=1306
-  _globals['_QUERYREQUEST']._serialized_end=1334
-  _globals['_NODEHIT']._serialized_start=1336
-  _globals['_NODEHIT']._serialized_end=1423
-  _globals['_QUERYRESPONSE']._serialized_start=1425
-  _globals['_QUERYRESPONSE']._serialized_end=1475
-  _globals['_NODESREQUEST']._serialized_start=1477
-  _globals['_NODESREQUEST']._serialized_end=1491
-  _globals['_NODESTATE']._serialized_start=1494
-  _globals['_NODESTATE']._serialized_end=1746
-  _globals['_NODESRESPONSE']._serialized_start=1748
-  _globals['_NODESRESPONSE']._serialized_end=1801
-  _globals['_EVENTS']._serialized_start=1804
-  _globals['_EVENTS']._serialized_end=1952
-  _globals['_INDEX']._serialized_start=1955
-  _globals['_INDEX']._serialized_end=2086
+  _globals['_SNAPSHOTNEEDED']._serialized_end=929
+  _globals['_SUBSCRIBEREQUEST']._serialized_start=931
+  _globals['_SUBSCRIBEREQUEST']._serialized_end=1008
+  _globals['_EVENTMESSAGE']._serialized_start=1011
+  _globals['_EVENTMESSAGE']._serialized_end=1171
+  _globals['_SNAPSHOTREQUEST']._serialized_start=1173
+  _globals['_SNAPSHOTREQUEST']._serialized_end=1190
+  _globals['_SNAPSHOTPAGE']._serialized_start=1193
+  _globals['_SNAPSHOTPAGE']._serialized_end=1321
+  _globals['_QUERYREQUEST']._serialized_start=1323
+  _globals['_QUERYREQUEST']._serialized_end=1351
+  _globals['_NODEHIT']._serialized_start=1353
+  _globals['_NODEHIT']._serialized_end=1440
+  _globals['_QUERYRESPONSE']._serialized_start=1442
+  _globals['_QUERYRESPONSE']._serialized_end=1492
+  _globals['_NODESREQUEST']._serialized_start=1494
+  _globals['_NODESREQUEST']._serialized_end=1508
+  _globals['_NODESTATE']._serialized_start=1511
+  _globals['_NODESTATE']._serialized_end=1763
+  _globals['_NODESRESPONSE']._serialized_start=1765
+  _globals['_NODESRESPONSE']._serialized_end=1818
+  _globals['_WATCHREQUEST']._serialized_start=1820
+  _globals['_WATCHREQUEST']._serialized_end=1834
+  _globals['_WATCHRESPONSE']._serialized_start=1836
+  _globals['_WATCHRESPONSE']._serialized_end=1924
+  _globals['_COPYREQUEST']._serialized_start=1926
+  _globals['_COPYREQUEST']._serialized_end=1957
+  _globals['_EVENTS']._serialized_start=1960
+  _globals['_EVENTS']._serialized_end=2108
+  _globals['_INDEX']._serialized_start=2111
+  _globals['_INDEX']._serialized_end=2371
 # @@protoc_insertion_point(module_scope)

@@ -87,12 +87,14 @@ class NodeReport(_message.Message):
     def __init__(self, node_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., seq: _Optional[int] = ..., state: _Optional[str] = ..., tiers: _Optional[_Iterable[_Union[TierDigest, _Mapping]]] = ..., engines: _Optional[_Iterable[_Union[_common_pb2.EngineInfo, _Mapping]]] = ..., grpc_address: _Optional[str] = ..., sent_unix_seconds: _Optional[float] = ...) -> None: ...
 
 class SnapshotNeeded(_message.Message):
-    __slots__ = ("incarnation", "seq")
+    __slots__ = ("incarnation", "seq", "node_id")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     SEQ_FIELD_NUMBER: _ClassVar[int]
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
     incarnation: int
     seq: int
-    def __init__(self, incarnation: _Optional[int] = ..., seq: _Optional[int] = ...) -> None: ...
+    node_id: str
+    def __init__(self, incarnation: _Optional[int] = ..., seq: _Optional[int] = ..., node_id: _Optional[str] = ...) -> None: ...
 
 class SubscribeRequest(_message.Message):
     __slots__ = ("incarnation", "from_seq", "subscriber")
@@ -193,3 +195,23 @@ class NodesResponse(_message.Message):
     NODES_FIELD_NUMBER: _ClassVar[int]
     nodes: _containers.RepeatedCompositeFieldContainer[NodeState]
     def __init__(self, nodes: _Optional[_Iterable[_Union[NodeState, _Mapping]]] = ...) -> None: ...
+
+class WatchRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class WatchResponse(_message.Message):
+    __slots__ = ("is_whole", "nodes", "removed")
+    IS_WHOLE_FIELD_NUMBER: _ClassVar[int]
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    REMOVED_FIELD_NUMBER: _ClassVar[int]
+    is_whole: bool
+    nodes: _containers.RepeatedCompositeFieldContainer[NodeState]
+    removed: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, is_whole: bool = ..., nodes: _Optional[_Iterable[_Union[NodeState, _Mapping]]] = ..., removed: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class CopyRequest(_message.Message):
+    __slots__ = ("node_ids",)
+    NODE_IDS_FIELD_NUMBER: _ClassVar[int]
+    node_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, node_ids: _Optional[_Iterable[str]] = ...) -> None: ...

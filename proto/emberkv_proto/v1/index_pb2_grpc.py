@@ -163,6 +163,16 @@ class IndexStub(object):
                 request_serializer=emberkv__proto_dot_v1_dot_index__pb2.NodesRequest.SerializeToString,
                 response_deserializer=emberkv__proto_dot_v1_dot_index__pb2.NodesResponse.FromString,
                 _registered_method=True)
+        self.Watch = channel.unary_stream(
+                '/emberkv.v1.Index/Watch',
+                request_serializer=emberkv__proto_dot_v1_dot_index__pb2.WatchRequest.SerializeToString,
+                response_deserializer=emberkv__proto_dot_v1_dot_index__pb2.WatchResponse.FromString,
+                _registered_method=True)
+        self.Snapshot = channel.unary_stream(
+                '/emberkv.v1.Index/Snapshot',
+                request_serializer=emberkv__proto_dot_v1_dot_index__pb2.CopyRequest.SerializeToString,
+                response_deserializer=emberkv__proto_dot_v1_dot_index__pb2.SnapshotPage.FromString,
+                _registered_method=True)
 
 
 class IndexServicer(object):
@@ -181,6 +191,19 @@ class IndexServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Watch(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Snapshot(self, request, context):
+        """Node by node; `is_last` ends a node. All pages of a node describe the state after its `seq`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_IndexServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -193,6 +216,16 @@ def add_IndexServicer_to_server(servicer, server):
                     servicer.Nodes,
                     request_deserializer=emberkv__proto_dot_v1_dot_index__pb2.NodesRequest.FromString,
                     response_serializer=emberkv__proto_dot_v1_dot_index__pb2.NodesResponse.SerializeToString,
+            ),
+            'Watch': grpc.unary_stream_rpc_method_handler(
+                    servicer.Watch,
+                    request_deserializer=emberkv__proto_dot_v1_dot_index__pb2.WatchRequest.FromString,
+                    response_serializer=emberkv__proto_dot_v1_dot_index__pb2.WatchResponse.SerializeToString,
+            ),
+            'Snapshot': grpc.unary_stream_rpc_method_handler(
+                    servicer.Snapshot,
+                    request_deserializer=emberkv__proto_dot_v1_dot_index__pb2.CopyRequest.FromString,
+                    response_serializer=emberkv__proto_dot_v1_dot_index__pb2.SnapshotPage.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -250,6 +283,60 @@ class Index(object):
             '/emberkv.v1.Index/Nodes',
             emberkv__proto_dot_v1_dot_index__pb2.NodesRequest.SerializeToString,
             emberkv__proto_dot_v1_dot_index__pb2.NodesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Watch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/emberkv.v1.Index/Watch',
+            emberkv__proto_dot_v1_dot_index__pb2.WatchRequest.SerializeToString,
+            emberkv__proto_dot_v1_dot_index__pb2.WatchResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Snapshot(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/emberkv.v1.Index/Snapshot',
+            emberkv__proto_dot_v1_dot_index__pb2.CopyRequest.SerializeToString,
+            emberkv__proto_dot_v1_dot_index__pb2.SnapshotPage.FromString,
             options,
             channel_credentials,
             insecure,

@@ -152,7 +152,7 @@ async def test_other_incarnation_or_a_seq_of_the_future_needs_a_snapshot(
     for key in (1, 2, 3):
         residency.store(Tier.DRAM, {key})
     stream = publisher.subscribe(Incarnation(incarnation), Seq(from_seq))
-    assert [p async for p in stream] == [SnapshotNeeded(LIFE, Seq(3))]
+    assert [p async for p in stream] == [SnapshotNeeded(LIFE, Seq(3), NodeId("n"))]
     assert publisher.subscribers == 0
 
 
@@ -163,7 +163,7 @@ async def test_ring_keeps_exactly_its_newest_events() -> None:
     assert (publisher.oldest_seq, publisher.seq) == (5, 20)
     late = Follower(next_seq=4)
     await follow(publisher, late, until_seq=20)
-    assert late.needed == SnapshotNeeded(LIFE, Seq(20))
+    assert late.needed == SnapshotNeeded(LIFE, Seq(20), NodeId("n"))
     in_time = Follower(next_seq=5, tiers={Tier.DRAM: {1, 2, 3, 4}, Tier.SSD: set()})
     await follow(publisher, in_time, until_seq=20)
     assert in_time.needed is None
@@ -182,7 +182,7 @@ async def test_slow_subscriber_never_holds_emit_and_is_sent_to_a_snapshot_when_p
             residency.store(Tier.DRAM, {key})
         async for published in stream:
             slow.take(published)
-        assert slow.needed == SnapshotNeeded(LIFE, Seq(199))
+        assert slow.needed == SnapshotNeeded(LIFE, Seq(199), NodeId("n"))
     slow.take_pages(await pages_of(publisher))
     slow.needed = None
     residency.remove(Tier.DRAM, {7, 8})
