@@ -69,6 +69,7 @@ class IndexSection(Section):
             for node in self.nodes
             if node.startswith(SCHEME)
         )
+
     @field_validator("seed_from")
     @classmethod
     def _one_address(cls, address: str) -> str:
