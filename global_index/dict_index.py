@@ -154,10 +154,10 @@ class DictIndex:
     def rows(self, holder: Holder, tier: Tier) -> Keys:
         bit = _bit(holder, tier)
         return np.array([key for key, held in self._blocks.items() if held & bit], np.uint64)
+
     def collect(self, holder: Holder, tier: Tier, start_slot: int, budget_slots: int) -> Collected:
         """All at once, whatever the budget: a dict that changes cannot be gone on with."""
         return Collected(self.rows(holder, tier), None)
-
 
     def digest(self, holder: Holder, tier: Tier) -> TierDigest:
         return self._digests.get((holder, tier)) or TierDigest(tier, 0, 0)

@@ -93,7 +93,6 @@ class NaiveIndex:
     def collect(self, holder: Holder, tier: Tier, start_slot: int, budget_slots: int) -> Collected:
         return Collected(self.rows(holder, tier), None)
 
-
     def digest(self, holder: Holder, tier: Tier) -> TierDigest:
         keys = self._sets.get((holder, tier), set())
         return TierDigest(tier, len(keys), reduce(xor, keys, 0))
