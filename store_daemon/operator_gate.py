@@ -68,11 +68,17 @@ def is_loopback(peer: str) -> bool:
     return address.is_loopback
 
 
+def _is_ours_by_group(status: os.stat_result) -> bool:
+    """Whether root gave the file to the group of this process, which is not root."""
+    return 0 == status.st_uid != os.geteuid() and status.st_gid in (os.getegid(), *os.getgroups())
+
+
 def read_token(path: Path, setting: str = "daemon.operator_token_file") -> bytes:
     """The secret of a token file: its only line. `setting` is named in messages.
 
     Raises ConfigError when others than its owner may read it, the owner is another user, or it
-    holds no such secret; the message never shows what is in it.
+    holds no such secret; the message never shows what is in it. A pod's Secret volume is root's
+    and readable by the pod's group: that is allowed.
     """
     what = f"{setting} {path}"
     try:
@@ -86,7 +92,7 @@ def read_token(path: Path, setting: str = "daemon.operator_token_file") -> bytes
         raise ConfigError(f"{what} cannot be read: {error.strerror}") from None
     if not stat.S_ISREG(status.st_mode):
         raise ConfigError(f"{what} is not a file")
-    if status.st_mode & 0o077:
+    if status.st_mode & (0o037 if _is_ours_by_group(status) else 0o077):
         raise ConfigError(
             f"{what} can be used by others (mode {stat.S_IMODE(status.st_mode):o}); chmod 600"
         )

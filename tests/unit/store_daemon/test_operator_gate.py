@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,25 @@ def test_a_token_file_that_is_open_or_odd_is_refused_without_showing_it(
     with pytest.raises(ConfigError, match=words) as caught:
         read_token(token_file(tmp_path, content, mode))
     assert "0123456789" not in str(caught.value)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="gives files to other users")
+@pytest.mark.parametrize(
+    ("mode", "group", "is_allowed"),
+    [(0o440, 7777, True), (0o440, 7778, False), (0o460, 7777, False), (0o444, 7777, False)],
+)
+def test_a_pods_secret_may_be_read_by_the_pods_group_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int, group: int, is_allowed: bool
+) -> None:
+    path = token_file(tmp_path, TOKEN, mode)
+    os.chown(path, 0, group)
+    monkeypatch.setattr(os, "geteuid", lambda: 7776)
+    monkeypatch.setattr(os, "getegid", lambda: 7777)
+    if is_allowed:
+        assert read_token(path) == TOKEN
+    else:
+        with pytest.raises(ConfigError, match="chmod 600"):
+            read_token(path)
 
 
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
