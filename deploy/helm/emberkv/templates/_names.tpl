@@ -1,0 +1,110 @@
+{{- define "emberkv.name" -}}
+{{- $name := default .Chart.Name .Values.nameOverride -}}
+{{- if contains $name .Release.Name }}{{ .Release.Name | trunc 40 | trimSuffix "-" }}{{ else }}{{ printf "%s-%s" .Release.Name $name | trunc 40 | trimSuffix "-" }}{{ end -}}
+{{- end -}}
+
+{{/* Labels that select: (list root component) */}}
+{{- define "emberkv.selector" -}}
+{{- $root := index . 0 -}}
+app.kubernetes.io/name: {{ $root.Chart.Name }}
+app.kubernetes.io/instance: {{ $root.Release.Name }}
+app.kubernetes.io/component: {{ index . 1 }}
+{{- end -}}
+
+{{- define "emberkv.labels" -}}
+{{- $root := index . 0 -}}
+{{ include "emberkv.selector" . }}
+app.kubernetes.io/version: {{ $root.Chart.AppVersion | quote }}
+app.kubernetes.io/part-of: emberkv
+{{- end -}}
+
+{{- define "emberkv.image" -}}
+{{- $image := .Values.image -}}
+{{ $image.repository }}{{ if $image.digest }}@{{ $image.digest }}{{ else }}:{{ default .Chart.AppVersion $image.tag }}{{ end }}
+{{- end -}}
+
+{{- define "emberkv.storeName" -}}{{ include "emberkv.name" . }}-store{{- end -}}
+
+{{/* What all containers of ours have in common. */}}
+{{- define "emberkv.containerSecurity" -}}
+allowPrivilegeEscalation: false
+privileged: false
+readOnlyRootFilesystem: true
+capabilities: {drop: [ALL]}
+{{- end -}}
+
+{{- define "emberkv.podSecurity" -}}
+runAsNonRoot: true
+runAsUser: {{ .Values.user.uid }}
+runAsGroup: {{ .Values.user.gid }}
+seccompProfile: {type: RuntimeDefault}
+{{- end -}}
+
+{{- define "emberkv.priorityClass" -}}
+{{- if .Values.store.priorityClassName }}{{ .Values.store.priorityClassName }}{{ else if .Values.priorityClass.create }}{{ include "emberkv.name" . }}-{{ .Release.Namespace }}{{ end -}}
+{{- end -}}
+
+{{/* Directories of the node: YAML list of name, hostPath, mountPath. */}}
+{{- define "emberkv.hostPaths" -}}
+{{- $store := .Values.store -}}
+- {name: pool, hostPath: {{ $store.pool.hostPath }}, mountPath: /pool}
+- {name: socket, hostPath: {{ $store.socketHostPath }}, mountPath: /run/emberkv}
+- {name: data, hostPath: {{ $store.dataHostPath }}, mountPath: /data}
+{{- if $store.ssd.capacityMi }}
+{{- range $number, $path := $store.ssd.hostPaths }}
+- {name: ssd-{{ $number }}, hostPath: {{ $path }}, mountPath: /ssd/{{ $number }}}
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* The configuration files. What the user writes in `config` wins. */}}
+{{- define "emberkv.storeConfig" -}}
+{{- $store := .Values.store -}}
+{{- $allowed := list -}}
+{{- range $store.allowedUids }}{{ $allowed = append $allowed (int64 .) }}{{ end -}}
+{{- $daemon := dict
+  "socket_path" "/run/emberkv/daemon.sock"
+  "data_dir" "/data"
+  "allowed_uids" $allowed
+  "grpc_host" "0.0.0.0"
+  "grpc_port" (int64 $store.ports.grpc)
+  "transport_port" (int64 $store.ports.transfer)
+  "metrics_host" "0.0.0.0"
+  "metrics_port" (int64 $store.ports.metrics)
+  "index_address" (printf "%s-index.%s.svc:%d" (include "emberkv.name" .) .Release.Namespace (int64 .Values.index.ports.grpc))
+  "drain_seconds" $store.drainSeconds
+  "log_format" "json" -}}
+{{- if $store.operatorTokenSecret }}{{ $_ := set $daemon "operator_token_file" "/token/token" }}{{ end -}}
+{{- $mib := int64 1048576 -}}
+{{- $dram := dict "path" "/pool/pool" "capacity_bytes" (mul $mib (int64 $store.pool.capacityMi)) -}}
+{{- $ssd := dict "capacity_bytes" (mul $mib (int64 $store.ssd.capacityMi)) -}}
+{{- if $store.ssd.capacityMi -}}
+{{- if eq (len $store.ssd.hostPaths) 1 -}}
+{{- $_ := set $ssd "path" "/ssd/0" -}}
+{{- else -}}
+{{- $paths := list -}}
+{{- range $number, $path := $store.ssd.hostPaths }}{{ $paths = append $paths (printf "/ssd/%d" $number) }}{{ end -}}
+{{- $_ := set $ssd "paths" $paths -}}
+{{- end -}}
+{{- end -}}
+{{- toYaml (mergeOverwrite (dict "daemon" $daemon "dram" $dram "ssd" $ssd) (deepCopy $store.config)) -}}
+{{- end -}}
+
+{{- define "emberkv.indexSection" -}}
+host: 0.0.0.0
+port: {{ int64 .Values.index.ports.grpc }}
+metrics_port: {{ int64 .Values.index.ports.metrics }}
+nodes: ["dns:///{{ include "emberkv.storeName" . }}.{{ .Release.Namespace }}.svc:{{ int64 .Values.store.ports.grpc }}"]
+log_format: json
+{{- end -}}
+
+{{- define "emberkv.routerConfig" -}}
+{{- $router := dict "host" "0.0.0.0" "port" (int64 .Values.router.port) "drain_seconds" .Values.router.drainSeconds "log_format" "json" -}}
+{{- $index := include "emberkv.indexSection" . | fromYaml -}}
+{{- toYaml (mergeOverwrite (dict "router" $router "index" $index) (deepCopy .Values.router.config)) -}}
+{{- end -}}
+
+{{- define "emberkv.indexConfig" -}}
+{{- $index := include "emberkv.indexSection" . | fromYaml -}}
+{{- toYaml (mergeOverwrite (dict "index" $index) (deepCopy .Values.index.config)) -}}
+{{- end -}}

@@ -1,0 +1,20 @@
+#!/bin/sh
+# render-kustomize.sh HELM [DIR]: write what kustomize needs from the chart, which is its only source.
+# Without DIR into this tree; tests render into another DIR and compare.
+set -eu
+helm=$1
+here=$(cd "$(dirname "$0")" && pwd)
+out=${2:-$here/kustomize}
+head='# Generated from deploy/helm/emberkv by deploy/render-kustomize.sh. Do not edit.'
+mkdir -p "$out/base" "$out/components/monitoring" "$out/components/vllm"
+
+render() { # FILE, then options of helm template
+  file=$1
+  shift
+  text=$("$helm" template emberkv "$here/helm/emberkv" --namespace emberkv "$@")
+  { echo "$head"; echo "$text" | grep -v '^# Source: '; } > "$file"
+}
+
+render "$out/base/emberkv.yaml"
+render "$out/components/monitoring/monitoring.yaml" --set monitoring.enabled=true --show-only templates/monitoring.yaml
+render "$out/components/vllm/vllm.yaml" --set vllm.enabled=true --show-only templates/vllm.yaml
