@@ -20,7 +20,7 @@ from client_sdk.tls import Tls, open_channel
 from emberkv_proto.convert import (
     digest_from_wire,
     engine_from_wire,
-    hit_from_wire,
+    hits_from_wire,
     page_from_wire,
     u64s_to_wire,
 )
@@ -32,7 +32,7 @@ from emberkv_proto.errors import (
     error_from_wire,
 )
 from emberkv_proto.events import SnapshotPage
-from emberkv_proto.types import EngineInfo, Incarnation, NodeHit, NodeId, Seq, TierDigest
+from emberkv_proto.types import ChainHits, EngineInfo, Incarnation, NodeHit, NodeId, Seq, TierDigest
 from emberkv_proto.v1 import index_pb2, index_pb2_grpc
 from emberkv_proto.wire import MAX_BLOCKS_PER_CALL
 
@@ -105,6 +105,12 @@ class IndexClient:
 
         A hint: the node decides when it is asked for the bytes.
         """
+        return [*(await self.hits(keys, timeout_seconds=timeout_seconds)).nodes]
+
+    async def hits(
+        self, keys: npt.NDArray[np.uint64], *, timeout_seconds: float | None = None
+    ) -> ChainHits:
+        """The same, and beside it what each engine finds in its own HBM or on its node."""
         if len(keys) > MAX_BLOCKS_PER_CALL:
             raise InvalidRequestError(f"query of {len(keys)} keys; limit is {MAX_BLOCKS_PER_CALL}")
         request = index_pb2.QueryRequest(keys=u64s_to_wire(keys))
@@ -112,7 +118,7 @@ class IndexClient:
             response = await self._stub().Query(request, timeout=self._timeout(timeout_seconds))
         except grpc.aio.AioRpcError as error:
             raise ember_error(error, f"index {self.address}") from None
-        return [hit_from_wire(hit) for hit in response.hits]
+        return hits_from_wire(response)
 
     async def nodes(self, *, timeout_seconds: float | None = None) -> list[IndexedNode]:
         """All nodes that the index knows, in whatever state."""

@@ -10,6 +10,7 @@ from pydantic import Field, field_validator, model_validator
 from client_sdk.logs import LogFormat, LogLevel
 from client_sdk.settings import Section, Settings, TlsFiles, tls_files_of
 from global_index.dns_nodes import SCHEME, HostPort
+from global_index.hbm.static import StaticEngine
 
 Seconds = Annotated[float, Field(gt=0)]
 Port = Annotated[int, Field(ge=0, le=65535)]
@@ -27,6 +28,8 @@ class IndexSection(Section):
     seed_from: str = ""
     """gRPC address (host:port) of another index to start from, so that daemons send only what came
     since. Empty: every daemon sends a snapshot."""
+    engines: tuple[StaticEngine, ...] = ()
+    """Engines whose own (HBM) events are followed though they do not announce themselves."""
     capacity_blocks: Annotated[int, Field(ge=1024, le=1 << 31)] = 8 * 1024 * 1024
     """Distinct blocks over all nodes. New ones beyond it are refused and counted."""
     suspect_seconds: Seconds = 3.0

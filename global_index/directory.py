@@ -6,14 +6,12 @@ Messages come by *source* (a daemon's address); what they mean depends on the no
 
 from __future__ import annotations
 
-import heapq
 import logging
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
-from emberkv_proto.errors import InvalidRequestError, UnavailableError
+from emberkv_proto.errors import InvalidRequestError
 from emberkv_proto.events import (
     BlocksRemoved,
     BlocksStored,
@@ -35,7 +33,8 @@ from emberkv_proto.types import (
     Tier,
     TierDigest,
 )
-from global_index.index import MAX_HOLDERS, Applied, BlockIndex, Holder
+from global_index.holders import HolderPool
+from global_index.index import MAX_HOLDERS, Applied, BlockIndex, Holder, HolderHit
 from global_index.ingest import (
     AUDITED_TIERS,
     REPAIR_FIRST_SECONDS,
@@ -58,13 +57,12 @@ from global_index.watch import Standing
 
 log = logging.getLogger(__name__)
 
-MAX_NODES = MAX_HOLDERS // 2
 MAX_NODE_ID_CHARS = 253
 SEED_WAIT_SECONDS = 60.0
 """Rows from another index go when their daemon has not spoken for as long."""
-
-SWEEP_SLOTS = 1 << 17
-"""Slots looked at in one go while old rows are removed: some milliseconds."""
+HOLDERS_OF_NODE = 2
+"""One that is visible, and one that a snapshot fills."""
+MAX_NODES = MAX_HOLDERS // HOLDERS_OF_NODE
 
 
 class StreamStep(Enum):
@@ -157,17 +155,19 @@ class _Source:
 class NodeDirectory:
     """All nodes, all rows. Costs are those of the index; O(nodes) for `nodes` and `tick`."""
 
-    def __init__(self, index: BlockIndex, membership: Membership) -> None:
+    def __init__(
+        self, index: BlockIndex, membership: Membership, holders: HolderPool | None = None
+    ) -> None:
         self._index = index
+        self._holders = holders or HolderPool(index)
         self._membership = membership
         self._nodes: dict[NodeId, _Node] = {}
         self._sources: dict[str, _Source] = {}
         self._by_holder: dict[Holder, _Node] = {}
-        self._next_holder = 0
-        self._free_holders: list[int] = []  # a heap: low numbers keep bitmap rows narrow
-        self._swept: deque[Holder] = deque()
         self._seeded: dict[NodeId, float] = {}
         """Nodes known from another index only, and since when. No query names them."""
+        self.on_rebased: Callable[[NodeId], None] = lambda _: None
+        """Told when a node's visible holder has changed, before the old one can be reused."""
 
     # Sources
 
@@ -254,8 +254,10 @@ class NodeDirectory:
         node = self._nodes.get(page.node_id)
         if node is None:
             is_known = self._membership.state(page.node_id) is not None
-            if is_known or len(self._nodes) >= MAX_NODES or not _is_node_id(page.node_id):
+            has_room = self._holders.has_room(HOLDERS_OF_NODE)
+            if is_known or not has_room or not _is_node_id(page.node_id):
                 return False
+            self._holders.reserve(HOLDERS_OF_NODE)
             node = self._nodes[page.node_id] = _Node(page.node_id, Ingest(page.node_id))
             self._seeded[node.id] = now
             self._carry_out(node, node.ingest.on_snapshot_started())
@@ -331,9 +333,7 @@ class NodeDirectory:
 
     def sweep(self) -> bool:
         """Remove some rows that no query sees; True while there are more."""
-        if self._swept and self._index.remove_holder(self._swept[0], SWEEP_SLOTS):
-            heapq.heappush(self._free_holders, self._swept.popleft())
-        return bool(self._swept)
+        return self._holders.sweep()
 
     def remove_node(self, node_id: NodeId) -> tuple[str, ...]:
         """Take a node out, by order: no query names it from now on.
@@ -357,8 +357,12 @@ class NodeDirectory:
 
     def query(self, keys: Keys) -> list[NodeHit]:
         """Leading runs of a chain on the nodes that are OK, longest first."""
+        return self.node_hits(self._index.query(keys))
+
+    def node_hits(self, found: Iterable[HolderHit]) -> list[NodeHit]:
+        """What a query of the index has found, of the nodes that are OK, longest first."""
         hits = []
-        for hit in self._index.query(keys):
+        for hit in found:
             node = self._by_holder.get(hit.holder)
             if node and self._membership.state(node.id) is Liveness.OK:
                 hits.append(NodeHit(node.id, hit.hit_blocks, hit.dram_blocks, hit.ssd_blocks))
@@ -395,16 +399,32 @@ class NodeDirectory:
             for node in self._spoken()
         }
 
+    def base_of(self, node_id: NodeId) -> Holder | None:
+        """Where an engine of this node finds more; None unless the node is in answers."""
+        node = self._nodes.get(node_id)
+        if node is None or node.visible is None or self._liveness(node) is not Liveness.OK:
+            return None
+        return node.visible.holder
+
+    def reported_engines(self) -> list[tuple[NodeId, EngineInfo]]:
+        """What every known node last said of its engines."""
+        return [
+            (node.id, engine)
+            for node in self._nodes.values()
+            if node.report
+            for engine in node.report.engines
+        ]
+
     @property
     def swept_holders(self) -> int:
         """Generations whose rows are still being removed."""
-        return len(self._swept)
+        return self._holders.swept
 
-    def check_integrity(self) -> None:
-        """Assert that holders, generations and rows fit together. O(table)."""
+    def check_integrity(self, others: Iterable[Holder] = ()) -> None:
+        """Assert that holders, generations and rows fit together; `others`: engines'. O(table)."""
         self._index.check_integrity()
         self._membership.check_integrity()
-        live: list[int] = []
+        live = [*others]
         for node in self._nodes.values():
             node.ingest.check_integrity()
             assert (node.visible is None) == (node.ingest.visible is None)
@@ -417,11 +437,7 @@ class NodeDirectory:
             assert node_id in self._nodes, "a seeded node is lost"
             assert self._membership.state(node_id) is None, "a node that spoke counts as seeded"
         assert len(self._by_holder) == sum(1 for node in self._nodes.values() if node.visible)
-        assert sorted([*live, *self._swept, *self._free_holders]) == list(
-            range(self._next_holder)
-        ), "a holder is lost"
-        for free in self._free_holders:
-            assert not any(self._index.digest(Holder(free), tier).blocks for tier in Tier)
+        self._holders.check_integrity(live)
 
     # Inside
 
@@ -443,11 +459,13 @@ class NodeDirectory:
         if not _is_node_id(node_id):
             raise InvalidRequestError(f"{address} names itself {node_id[:300]!r}")
         node = self._nodes.get(node_id)
-        if node is None and len(self._nodes) >= MAX_NODES:
-            raise UnavailableError(f"node {node_id} is one too many: {MAX_NODES} are known")
         if node and incarnation < node.ingest.fence:
             return node  # ingest counts and refuses it; it is no sign of life
+        if node is None:
+            self._holders.reserve(HOLDERS_OF_NODE)
         if not self._membership.hear(node_id, incarnation, now):
+            if node is None:
+                self._holders.unreserve(HOLDERS_OF_NODE)
             return None
         self._seeded.pop(node_id, None)
         if node is None:
@@ -462,12 +480,13 @@ class NodeDirectory:
         for action in actions:
             match action:
                 case OpenGeneration(generation):
-                    node.generations[generation] = _Rows(self._take_holder())
+                    node.generations[generation] = _Rows(self._holders.take())
                 case Apply(generation, events):
                     self._apply(node, node.generations[generation], events)
                 case Swap(generation, replaced):
                     node.visible = node.generations[generation]
                     self._by_holder[node.visible.holder] = node
+                    self.on_rebased(node.id)
                     if replaced is not None:
                         self._retire(node, replaced)
                 case DropGeneration(generation):
@@ -493,27 +512,18 @@ class NodeDirectory:
             node.dropped += applied.dropped
             rows.dropped += applied.dropped
 
-    def _take_holder(self) -> Holder:
-        if self._free_holders:
-            return Holder(heapq.heappop(self._free_holders))
-        if self._next_holder < MAX_HOLDERS:
-            self._next_holder += 1
-            return Holder(self._next_holder - 1)
-        # Two a node is the most in use, so some wait to be swept.
-        holder = self._swept.popleft()
-        self._index.remove_holder(holder)
-        return holder
-
     def _retire(self, node: _Node, generation: GenerationId) -> None:
         holder = node.generations.pop(generation).holder
         self._by_holder.pop(holder, None)
-        self._swept.append(holder)
+        self._holders.retire(holder)
 
     def _drop_node(self, node_id: NodeId) -> None:
         node = self._nodes.pop(node_id)
         self._seeded.pop(node_id, None)
+        self.on_rebased(node_id)
         for generation in [*node.generations]:
             self._retire(node, generation)
+        self._holders.unreserve(HOLDERS_OF_NODE)
 
     def _digest(self, node: _Node, tier: Tier) -> TierDigest:
         if node.visible is None:

@@ -14,12 +14,15 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from client_sdk.tls import Tls
 from emberkv_proto.errors import ConfigError
 from emberkv_proto.events import Keys, SnapshotPage
-from emberkv_proto.types import NodeHit, NodeId
+from emberkv_proto.types import ChainHits, EngineInfo, NodeHit, NodeId
 from global_index.config import IndexSection
 from global_index.copying import copied_pages
 from global_index.dict_index import DictIndex
 from global_index.directory import ChainTrace, NodeDirectory, NodeView
 from global_index.dns_nodes import Changes, HostPort, NameCounts, NodeNames, follow
+from global_index.hbm.engines import EngineDirectory, EngineView
+from global_index.hbm.followers import EngineFollowers
+from global_index.holders import HolderPool
 from global_index.index import BlockIndex, TableSize
 from global_index.membership import Membership
 from global_index.seeding import SeedCounts, load_seed
@@ -80,7 +83,13 @@ class GlobalIndex:
         self._wall = wall
         self._index = open_index(section)
         membership = Membership(section.suspect_seconds, section.gone_seconds)
-        self._directory = NodeDirectory(self._index, membership)
+        holders = HolderPool(self._index)
+        self._directory = NodeDirectory(self._index, membership, holders)
+        self._engines = EngineDirectory(
+            self._index, holders, self._directory.base_of, section.gone_seconds
+        )
+        self._directory.on_rebased = self._engines.rebase
+        self._followers = EngineFollowers(self._engines, self._supervise, clock)
         self._snapshot_gate = asyncio.Semaphore(MAX_SNAPSHOTS)
         self._subscribers: dict[str, Subscriber] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -117,6 +126,7 @@ class GlobalIndex:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self._followers.stop()
 
     async def __aenter__(self) -> GlobalIndex:
         await self.start()
@@ -168,6 +178,11 @@ class GlobalIndex:
         """Leading runs of a chain on the nodes that are OK, longest first. Never waits."""
         return self._directory.query(keys)
 
+    def hits(self, keys: Keys) -> ChainHits:
+        """The same, and beside it what each engine finds in its own HBM or on its node."""
+        found = self._index.query(keys)
+        return ChainHits(tuple(self._directory.node_hits(found)), tuple(self._engines.hits(found)))
+
     def explain(self, keys: Keys) -> list[ChainTrace]:
         """Each node's run and the tiers of each block; nodes left out of answers included."""
         return self._directory.explain(keys)
@@ -181,6 +196,19 @@ class GlobalIndex:
         """All known nodes and their engines."""
         return self._directory.nodes(self._clock())
 
+    def engines(self) -> list[EngineView]:
+        """All engines whose events are followed."""
+        return self._engines.views()
+
+    @property
+    def refused_engines(self) -> int:
+        """Announced engines whose events are not followed."""
+        return self._engines.refused
+
+    def configured_engines(self) -> list[tuple[NodeId, EngineInfo]]:
+        """Those of the settings, each rank by itself, and their nodes."""
+        return [pair for engine in self._section.engines for pair in engine.infos()]
+
     def size(self) -> TableSize:
         return self._index.size()
 
@@ -193,7 +221,8 @@ class GlobalIndex:
         return self._names.counts
 
     def check_integrity(self) -> None:
-        self._directory.check_integrity()
+        self._directory.check_integrity(self._engines.live_holders())
+        self._engines.check_integrity()
         self._names.check_integrity()
         self.watch.check_integrity()
 
@@ -231,10 +260,15 @@ class GlobalIndex:
     async def _tick_for_ever(self) -> None:
         while True:
             self._directory.tick(self._clock())
+            self._follow_engines()
             self.watch.notice()
             while self._directory.sweep():  # noqa: ASYNC110
                 await asyncio.sleep(0)
             await asyncio.sleep(min(0.25, self._section.suspect_seconds / 4))
+
+    def _follow_engines(self) -> None:
+        announced = [*self._directory.reported_engines(), *self.configured_engines()]
+        self._followers.follow(self._engines.sync(announced, self._clock()))
 
     async def _supervise(self, name: str, run: Callable[[], Awaitable[None]]) -> None:
         """Start a task's work again after a fault of ours, loudly: one node is not all nodes."""

@@ -13,6 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from global_index.embedded import GlobalIndex
+from global_index.hbm.metrics import engine_metrics
 from global_index.ingest import Exactness
 from global_index.membership import Liveness
 
@@ -82,6 +83,7 @@ class IndexCollector(Collector):
             for name, family in counters.items():
                 family.add_metric([node.node_id], getattr(node.counts, name))
         yield from (rows, lag, live, exact, anomalies, dropped, *counters.values())
+        yield from engine_metrics(self._index.engines(), self._index.refused_engines)
         losses = CounterMetricFamily(
             "emberkv_index_stream_losses", "Connections lost or refused.", labels=["address"]
         )

@@ -16,7 +16,7 @@ from client_sdk.tls import bind
 from emberkv_proto.convert import (
     digest_to_wire,
     engine_to_wire,
-    hit_to_wire,
+    hits_to_wire,
     keys_from_wire,
     page_to_wire,
 )
@@ -54,9 +54,9 @@ class IndexServicer(index_pb2_grpc.IndexServicer):
                     f"a chain of {keys.size} blocks; at most {MAX_BLOCKS_PER_CALL} can be asked for"
                 )
         began = time.perf_counter()
-        hits = self._index.query(keys)
+        hits = self._index.hits(keys)
         self._observe(time.perf_counter() - began)
-        return index_pb2.QueryResponse(hits=[hit_to_wire(hit) for hit in hits])
+        return hits_to_wire(hits)
 
     async def Watch(  # noqa: N802
         self, request: index_pb2.WatchRequest, context: _Context

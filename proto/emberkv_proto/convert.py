@@ -24,6 +24,8 @@ from emberkv_proto.types import (
     NAMESPACE_ID_BYTES,
     SALT_ID_BYTES,
     BlockHash,
+    ChainHits,
+    EngineHit,
     EngineInfo,
     Incarnation,
     NamespaceId,
@@ -158,6 +160,9 @@ def engine_to_wire(engine: EngineInfo) -> common_pb2.EngineInfo:
         dp_rank=engine.dp_rank,
         namespace_id=engine.namespace_id,
         block_tokens=engine.block_tokens,
+        events_endpoint=engine.events_endpoint,
+        replay_endpoint=engine.replay_endpoint,
+        engine_block_tokens=engine.engine_block_tokens,
     )
 
 
@@ -174,6 +179,9 @@ def engine_from_wire(message: common_pb2.EngineInfo) -> EngineInfo:
         block_tokens=message.block_tokens,
         role=message.role or "both",
         dp_rank=message.dp_rank,
+        events_endpoint=message.events_endpoint,
+        replay_endpoint=message.replay_endpoint,
+        engine_block_tokens=message.engine_block_tokens,
     )
 
 
@@ -303,4 +311,44 @@ def hit_to_wire(hit: NodeHit) -> index_pb2.NodeHit:
 def hit_from_wire(message: index_pb2.NodeHit) -> NodeHit:
     return NodeHit(
         NodeId(message.node_id), message.hit_blocks, message.dram_blocks, message.ssd_blocks
+    )
+
+
+def engine_hit_to_wire(hit: EngineHit) -> index_pb2.EngineHit:
+    return index_pb2.EngineHit(
+        engine_id=hit.engine_id,
+        dp_rank=hit.dp_rank,
+        url=hit.url,
+        node_id=hit.node_id,
+        hit_blocks=hit.hit_blocks,
+        hbm_blocks=hit.hbm_blocks,
+        dram_blocks=hit.dram_blocks,
+        ssd_blocks=hit.ssd_blocks,
+    )
+
+
+def engine_hit_from_wire(message: index_pb2.EngineHit) -> EngineHit:
+    return EngineHit(
+        message.engine_id,
+        message.dp_rank,
+        message.url,
+        NodeId(message.node_id),
+        message.hit_blocks,
+        message.hbm_blocks,
+        message.dram_blocks,
+        message.ssd_blocks,
+    )
+
+
+def hits_to_wire(hits: ChainHits) -> index_pb2.QueryResponse:
+    return index_pb2.QueryResponse(
+        hits=[hit_to_wire(hit) for hit in hits.nodes],
+        engines=[engine_hit_to_wire(hit) for hit in hits.engines],
+    )
+
+
+def hits_from_wire(message: index_pb2.QueryResponse) -> ChainHits:
+    return ChainHits(
+        tuple(hit_from_wire(hit) for hit in message.hits),
+        tuple(engine_hit_from_wire(hit) for hit in message.engines),
     )

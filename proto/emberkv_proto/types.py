@@ -82,6 +82,12 @@ class EngineInfo:
     block_tokens: int
     role: str = "both"
     dp_rank: int = 0
+    events_endpoint: str = ""
+    """ZMQ endpoint of the events of its own (HBM) cache; empty: it publishes none."""
+    replay_endpoint: str = ""
+    """Where missed events can be asked for; empty: nowhere."""
+    engine_block_tokens: int = 0
+    """Tokens of the engine's own blocks, of which ours is a multiple; 0: as its events say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,3 +123,30 @@ class NodeHit:
     hit_blocks: int
     dram_blocks: int
     ssd_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineHit:
+    """How much of a chain one engine finds in its own HBM or on its node, block by block.
+
+    Counted at the fastest tier of each block. One for each data-parallel rank.
+    """
+
+    engine_id: str
+    dp_rank: int
+    url: str
+    node_id: NodeId
+    """Empty: of no node that the index follows."""
+    hit_blocks: int
+    hbm_blocks: int
+    dram_blocks: int
+    ssd_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChainHits:
+    """Who holds how much of one chain, longest first."""
+
+    nodes: tuple[NodeHit, ...] = ()
+    engines: tuple[EngineHit, ...] = ()
+    """Only engines that publish their events."""

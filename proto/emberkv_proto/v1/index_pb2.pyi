@@ -154,11 +154,33 @@ class NodeHit(_message.Message):
     ssd_blocks: int
     def __init__(self, node_id: _Optional[str] = ..., hit_blocks: _Optional[int] = ..., dram_blocks: _Optional[int] = ..., ssd_blocks: _Optional[int] = ...) -> None: ...
 
+class EngineHit(_message.Message):
+    __slots__ = ("engine_id", "dp_rank", "url", "node_id", "hit_blocks", "hbm_blocks", "dram_blocks", "ssd_blocks")
+    ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
+    DP_RANK_FIELD_NUMBER: _ClassVar[int]
+    URL_FIELD_NUMBER: _ClassVar[int]
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    HIT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    HBM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    DRAM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    SSD_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    engine_id: str
+    dp_rank: int
+    url: str
+    node_id: str
+    hit_blocks: int
+    hbm_blocks: int
+    dram_blocks: int
+    ssd_blocks: int
+    def __init__(self, engine_id: _Optional[str] = ..., dp_rank: _Optional[int] = ..., url: _Optional[str] = ..., node_id: _Optional[str] = ..., hit_blocks: _Optional[int] = ..., hbm_blocks: _Optional[int] = ..., dram_blocks: _Optional[int] = ..., ssd_blocks: _Optional[int] = ...) -> None: ...
+
 class QueryResponse(_message.Message):
-    __slots__ = ("hits",)
+    __slots__ = ("hits", "engines")
     HITS_FIELD_NUMBER: _ClassVar[int]
+    ENGINES_FIELD_NUMBER: _ClassVar[int]
     hits: _containers.RepeatedCompositeFieldContainer[NodeHit]
-    def __init__(self, hits: _Optional[_Iterable[_Union[NodeHit, _Mapping]]] = ...) -> None: ...
+    engines: _containers.RepeatedCompositeFieldContainer[EngineHit]
+    def __init__(self, hits: _Optional[_Iterable[_Union[NodeHit, _Mapping]]] = ..., engines: _Optional[_Iterable[_Union[EngineHit, _Mapping]]] = ...) -> None: ...
 
 class NodesRequest(_message.Message):
     __slots__ = ()

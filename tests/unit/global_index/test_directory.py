@@ -135,7 +135,7 @@ def test_churn_of_a_thousand_nodes_returns_to_the_baseline(
         pass
     assert index.size().blocks == 0
     assert directory.nodes(2000.0) == []
-    assert directory._next_holder < 100, "holder numbers are not used again"
+    assert directory._holders.numbers < 100, "holder numbers are not used again"
 
 
 def test_silent_drift_is_found_by_digest_and_repaired(

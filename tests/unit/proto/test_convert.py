@@ -22,6 +22,8 @@ from emberkv_proto.events import (
 )
 from emberkv_proto.types import (
     BlockHash,
+    ChainHits,
+    EngineHit,
     EngineInfo,
     Incarnation,
     NamespaceId,
@@ -35,7 +37,20 @@ from emberkv_proto.types import (
 from emberkv_proto.v1 import common_pb2, index_pb2
 from emberkv_proto.wire import MAX_BLOCKS_PER_CALL
 
-ENGINE = EngineInfo("e1", "http://h:1", "m", NamespaceId(b"n" * 16), 64, "prefill", 2)
+ENGINE = EngineInfo(
+    "e1",
+    "http://h:1",
+    "m",
+    NamespaceId(b"n" * 16),
+    64,
+    "prefill",
+    2,
+    "tcp://h:5557",
+    "tcp://h:5558",
+    16,
+)
+NODE_HIT = NodeHit(NodeId("a"), 9, 5, 4)
+ENGINE_HIT = EngineHit("e1", 2, "http://h:1", NodeId("a"), 12, 3, 5, 4)
 DIGEST = TierDigest(Tier.SSD, 3, 2**64 - 1, 100, 50)
 REPORT = NodeReport(
     NodeId("a"), Incarnation(4), Seq(9), "serving", (DIGEST,), (ENGINE,), "h:7100", 1.5
@@ -168,9 +183,11 @@ def test_snapshot_page_comes_back() -> None:
     [
         (DIGEST, convert.digest_to_wire, convert.digest_from_wire),
         (REPORT, convert.report_to_wire, convert.report_from_wire),
-        (NodeHit(NodeId("a"), 9, 5, 4), convert.hit_to_wire, convert.hit_from_wire),
+        (NODE_HIT, convert.hit_to_wire, convert.hit_from_wire),
+        (ENGINE_HIT, convert.engine_hit_to_wire, convert.engine_hit_from_wire),
+        (ChainHits((NODE_HIT,), (ENGINE_HIT,)), convert.hits_to_wire, convert.hits_from_wire),
     ],
-    ids=["digest", "report", "hit"],
+    ids=["digest", "report", "hit", "engine_hit", "hits"],
 )
 def test_values_come_back(
     value: object, there: Callable[..., object], back: Callable[..., object]
