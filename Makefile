@@ -9,7 +9,7 @@ PROTOS = $(wildcard proto/emberkv_proto/v1/*.proto)
 PROTOC = $(PROTO_VENV)/bin/python -m grpc_tools.protoc -I proto
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo redis-server test test-fast test-vllm test-k8s kustomize image lint fmt type proto proto-check check ci crash soak bench clean
+.PHONY: help setup demo redis-server test test-fast test-vllm test-k8s kustomize image lint fmt type proto proto-check check ci crash soak index-model bench clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -101,6 +101,13 @@ redis-server: ## install a Redis server from the system's packages if there is n
 
 ci: export EMBERKV_REQUIRE_REDIS = 1
 ci: redis-server lint type proto-check test demo test-vllm test-k8s ## what CI runs
+
+RUNS ?= 1000
+SEED ?= 1
+index-model: setup ## RUNS random histories from SEED on against each index backend
+	@for backend in memory dict; do \
+	  $(BIN)/python -m tests.model.index_runs --runs $(RUNS) --seed $(SEED) --backend $$backend || exit 1; \
+	done
 
 LOOPS ?= 100
 crash: setup ## kill -9 a loaded daemon LOOPS times and check that nothing acknowledged is lost

@@ -7,7 +7,8 @@ from collections.abc import AsyncGenerator, Sequence
 
 from emberkv_proto.events import SnapshotPage
 from emberkv_proto.types import NodeId, Tier
-from global_index.directory import NodeDirectory, NodeRows
+from global_index.directory import NodeDirectory
+from global_index.views import NodeRows
 
 MAX_KEYS_PER_PAGE = 65536
 ATTEMPTS = 3

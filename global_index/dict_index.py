@@ -11,6 +11,7 @@ from itertools import islice
 
 import numpy as np
 
+from emberkv_proto.buckets import BUCKETS, bucket_numbers, xor_into
 from emberkv_proto.events import Keys
 from emberkv_proto.types import IndexKey, Tier, TierDigest
 from global_index.base_links import BaseLinks
@@ -158,6 +159,20 @@ class DictIndex:
     def collect(self, holder: Holder, tier: Tier, start_slot: int, budget_slots: int) -> Collected:
         """All at once, whatever the budget: a dict that changes cannot be gone on with."""
         return Collected(self.rows(holder, tier), None)
+
+    @property
+    def buckets_at_once(self) -> int:
+        return BUCKETS  # one scan of the dict, however many
+
+    def bucket_xors(self, holder: Holder, tier: Tier, first: int, count: int) -> Keys:
+        xors = np.zeros(BUCKETS, np.uint64)
+        xor_into(xors, self.rows(holder, tier))
+        return xors[first : first + count]
+
+    def bucket_keys(self, holder: Holder, tier: Tier, bucket: int) -> Keys:
+        keys = self.rows(holder, tier)
+        found: Keys = keys[bucket_numbers(keys) == bucket]
+        return found
 
     def digest(self, holder: Holder, tier: Tier) -> TierDigest:
         return self._digests.get((holder, tier)) or TierDigest(tier, 0, 0)

@@ -11,10 +11,13 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
+import numpy as np
+
 from emberkv_proto.errors import InvalidRequestError
 from emberkv_proto.events import (
     BlocksRemoved,
     BlocksStored,
+    BucketRows,
     Event,
     EventBatch,
     Keys,
@@ -33,26 +36,31 @@ from emberkv_proto.types import (
     Tier,
     TierDigest,
 )
+from global_index.actions import (
+    Action,
+    Apply,
+    CompareBuckets,
+    DropGeneration,
+    FetchSnapshot,
+    GenerationId,
+    OpenGeneration,
+    ReplaceBucket,
+    Resume,
+    Swap,
+)
+from global_index.bucket_comparison import BucketComparison
 from global_index.holders import HolderPool
 from global_index.index import MAX_HOLDERS, Applied, BlockIndex, Holder, HolderHit
 from global_index.ingest import (
     AUDITED_TIERS,
     REPAIR_FIRST_SECONDS,
-    Action,
-    Apply,
-    Counts,
-    DropGeneration,
     Exactness,
-    FetchSnapshot,
-    GenerationId,
     Ingest,
-    OpenGeneration,
     Position,
-    Resume,
-    Swap,
 )
 from global_index.membership import Liveness, Membership
 from global_index.row_copy import RowsCopy
+from global_index.views import ChainTrace, NodeRows, NodeView
 from global_index.watch import Standing
 
 log = logging.getLogger(__name__)
@@ -71,50 +79,8 @@ class StreamStep(Enum):
     CONTINUE = "continue"
     RESUBSCRIBE = "resubscribe"
     SNAPSHOT = "snapshot"
-
-
-@dataclass(frozen=True, slots=True)
-class NodeView:
-    """One node as the index knows it."""
-
-    node_id: NodeId
-    incarnation: Incarnation
-    seq: Seq
-    liveness: Liveness
-    exactness: Exactness
-    reported_state: str
-    grpc_address: str
-    tiers: tuple[TierDigest, ...]
-    """Rows as the index counts them; capacity and use as the node last reported them."""
-    engines: tuple[EngineInfo, ...]
-    lag_seconds: float
-    """Age of the newest event or report."""
-    counts: Counts
-    anomalies: int
-    """Rows stored twice or removed when absent."""
-    dropped: int
-    """Rows refused because the index was full."""
-
-
-@dataclass(frozen=True, slots=True)
-class ChainTrace:
-    """Where one node's run of a chain ends, and in which tiers it has each block."""
-
-    node_id: NodeId
-    liveness: Liveness
-    exactness: Exactness
-    hit_blocks: int
-    tiers: tuple[tuple[Tier, ...], ...]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class NodeRows:
-    """All rows of one node right after event `seq`."""
-
-    node_id: NodeId
-    incarnation: Incarnation
-    seq: Seq
-    keys: dict[Tier, Keys]
+    COMPARE = "compare"
+    """Let other work come between, call `NodeDirectory.compare`, do what that says."""
 
 
 @dataclass(slots=True)
@@ -124,6 +90,13 @@ class _Rows:
     copies: list[RowsCopy] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True)
+class _Comparison:
+    buckets: BucketComparison
+    generation: GenerationId
+    seq: Seq
+
+
 @dataclass(slots=True)
 class _Node:
     id: NodeId
@@ -131,6 +104,7 @@ class _Node:
     generations: dict[GenerationId, _Rows] = field(default_factory=dict)
     visible: _Rows | None = None
     report: NodeReport | None = None
+    comparison: _Comparison | None = None
     delay_seconds: float = 0.0
     anomalies: int = 0
     dropped: int = 0
@@ -211,6 +185,23 @@ class NodeDirectory:
             node.delay_seconds = max(0.0, wall - report.sent_unix_seconds)
         own = {tier: self._digest(node, tier) for tier in AUDITED_TIERS}
         return self._carry_out(node, node.ingest.on_report(report, own, now))
+
+    def on_bucket_rows(self, address: str, rows: BucketRows, now: float) -> StreamStep:
+        node = self._hear(address, rows.node_id, rows.incarnation, now)
+        if node is None:
+            return StreamStep.CONTINUE
+        return self._carry_out(node, node.ingest.on_bucket_rows(rows, now))
+
+    def compare(self, address: str, now: float) -> StreamStep:
+        """Compare some more of the node's rows with its digests; for a reader told to COMPARE."""
+        node = self._node_of(address)
+        if node is None or node.comparison is None:
+            return StreamStep.CONTINUE
+        if node.comparison.buckets.step():
+            return StreamStep.COMPARE
+        done, node.comparison = node.comparison, None
+        actions = node.ingest.on_compared(done.generation, done.seq, done.buckets.choices, now)
+        return self._carry_out(node, actions)
 
     def on_snapshot_needed(self, address: str, message: SnapshotNeeded, now: float) -> StreamStep:
         node = self._node_of(address)
@@ -491,6 +482,17 @@ class NodeDirectory:
                         self._retire(node, replaced)
                 case DropGeneration(generation):
                     self._retire(node, generation)
+                case CompareBuckets(generation, theirs):
+                    holder = node.generations[generation].holder
+                    comparison = BucketComparison(self._index, holder, theirs)
+                    node.comparison = _Comparison(comparison, generation, node.ingest.seq)
+                    step = StreamStep.COMPARE
+                case ReplaceBucket(generation, tier, bucket, keys):
+                    rows = node.generations[generation]
+                    own = self._index.bucket_keys(rows.holder, tier, bucket)
+                    gone = BlocksRemoved(tier, np.setdiff1d(own, keys))
+                    new = BlocksStored(tier, np.setdiff1d(keys, own))
+                    self._apply(node, rows, (gone, new))
                 case Resume():
                     step = StreamStep.RESUBSCRIBE
                 case FetchSnapshot():

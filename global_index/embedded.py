@@ -18,7 +18,7 @@ from emberkv_proto.types import ChainHits, EngineInfo, NodeHit, NodeId
 from global_index.config import IndexSection
 from global_index.copying import copied_pages
 from global_index.dict_index import DictIndex
-from global_index.directory import ChainTrace, NodeDirectory, NodeView
+from global_index.directory import NodeDirectory
 from global_index.dns_nodes import Changes, HostPort, NameCounts, NodeNames, follow
 from global_index.hbm.engines import EngineDirectory, EngineView
 from global_index.hbm.followers import EngineFollowers
@@ -27,6 +27,7 @@ from global_index.index import BlockIndex, TableSize
 from global_index.membership import Membership
 from global_index.seeding import SeedCounts, load_seed
 from global_index.subscriber import StreamCounts, Subscriber
+from global_index.views import ChainTrace, NodeView
 from global_index.watch import NodeWatch
 
 log = logging.getLogger(__name__)

@@ -122,6 +122,16 @@ class BlockIndex(Protocol):
         Between two calls entries may move: a key may come twice, or not at all.
         """
 
+    @property
+    def buckets_at_once(self) -> int:
+        """How many buckets `bucket_xors` had best be asked for in one turn of the loop."""
+
+    def bucket_xors(self, holder: Holder, tier: Tier, first: int, count: int) -> Keys:
+        """XOR of the rows of `holder` in `tier`, for each bucket from `first` on."""
+
+    def bucket_keys(self, holder: Holder, tier: Tier, bucket: int) -> Keys:
+        """The rows of `holder` in `tier` that are of this bucket, in no order."""
+
     def digest(self, holder: Holder, tier: Tier) -> TierDigest:
         """Count and XOR of the rows of `holder` in `tier`. O(1)."""
 

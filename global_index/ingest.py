@@ -8,7 +8,8 @@ and takes its place when it has caught up:
                  │ older: dropped, counted        hidden: OpenGeneration, Apply (pages),
                  │ gap: Resume(from next)                  Resume(seq + 1), Apply (suffix), Swap
                  ▼
-    SnapshotNeeded, new incarnation, digest differs, gap that replay cannot fill ──► snapshot
+    SnapshotNeeded, new incarnation, gap that replay cannot fill ──► snapshot
+    digest differs ──► CompareBuckets ── few differ ──► ReplaceBucket, else ──► snapshot
 
 Fence: nothing of an incarnation below the newest one heard of is ever applied.
 """
@@ -18,19 +19,37 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import NewType
 
+from emberkv_proto.buckets import MOST_REPAIRED
 from emberkv_proto.events import (
     BlocksStored,
-    Event,
+    BucketRows,
     EventBatch,
     SnapshotNeeded,
     SnapshotPage,
 )
-from emberkv_proto.types import Incarnation, NodeId, NodeReport, Seq, Tier, TierDigest
-
-GenerationId = NewType("GenerationId", int)
-"""Numbers the generations of one node; never used twice."""
+from emberkv_proto.types import (
+    BucketChoice,
+    Incarnation,
+    NodeId,
+    NodeReport,
+    Seq,
+    Tier,
+    TierDigest,
+)
+from global_index.actions import (
+    Action,
+    Apply,
+    CompareBuckets,
+    DropGeneration,
+    FetchSnapshot,
+    GenerationId,
+    OpenGeneration,
+    ReplaceBucket,
+    Resume,
+    Swap,
+)
+from global_index.bucket_repair import BucketRepair, Stage
 
 AUDITED_TIERS = (Tier.DRAM, Tier.SSD)
 REPLAYS_BEFORE_SNAPSHOT = 3
@@ -41,54 +60,13 @@ REPAIR_MAX_SECONDS = 300.0
 
 
 @dataclass(frozen=True, slots=True)
-class OpenGeneration:
-    """Make room for a generation's rows; no query sees them yet."""
-
-    generation: GenerationId
-
-
-@dataclass(frozen=True, slots=True)
-class Apply:
-    """Apply the events to the generation's rows, in order."""
-
-    generation: GenerationId
-    events: tuple[Event, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Swap:
-    """Queries see `generation` from now on; the rows of `replaced` go."""
-
-    generation: GenerationId
-    replaced: GenerationId | None
-
-
-@dataclass(frozen=True, slots=True)
-class DropGeneration:
-    """Forget a hidden generation's rows."""
-
-    generation: GenerationId
-
-
-@dataclass(frozen=True, slots=True)
-class Resume:
-    """End the event stream and subscribe again at `Ingest.position()`."""
-
-
-@dataclass(frozen=True, slots=True)
-class FetchSnapshot:
-    """End the event stream, fetch a snapshot, then subscribe at `Ingest.position()`."""
-
-
-Action = OpenGeneration | Apply | Swap | DropGeneration | Resume | FetchSnapshot
-
-
-@dataclass(frozen=True, slots=True)
 class Position:
-    """Where to subscribe: incarnation 0 means none seen yet."""
+    """Where to subscribe, and what for: incarnation 0 means none seen yet."""
 
     incarnation: Incarnation
     from_seq: Seq
+    wants_bucket_xors: bool = False
+    buckets: tuple[BucketChoice, ...] = ()
 
 
 class Exactness(str, Enum):
@@ -112,6 +90,9 @@ class Counts:
     snapshots: int = 0
     failed_snapshots: int = 0
     digest_mismatches: int = 0
+    bucket_repairs: int = 0
+    """Mismatches that were mended without a snapshot."""
+    repaired_buckets: int = 0
     stale: int = 0
     """Messages of a dead incarnation, and pages of an abandoned snapshot: refused."""
 
@@ -149,6 +130,9 @@ class Ingest:
         self._repair_delay = 0.0
         self._asked = Seq(0)
         self._asked_times = 0
+        self._buckets: BucketRepair | None = None
+        self._tried_buckets = False
+        """Since the last audit that agreed: the next mismatch takes a snapshot."""
         self._waiting = False
         """A Resume was asked for; what the old stream still brings asks no second time."""
 
@@ -179,6 +163,7 @@ class Ingest:
             self._visible.incarnation == self._fence
             and self._visible.cursor >= self._heard
             and not (self._needs_snapshot or self._fetching or self._hidden or self._waiting)
+            and self._buckets is None
         )
         return Exactness.EXACT if is_exact else Exactness.DEGRADED
 
@@ -187,7 +172,10 @@ class Ingest:
         if self._hidden and self._hidden.complete:
             return Position(self._hidden.incarnation, Seq(self._hidden.cursor + 1))
         if self._visible:
-            return Position(self._visible.incarnation, Seq(self._visible.cursor + 1))
+            from_seq, repair = Seq(self._visible.cursor + 1), self._buckets
+            if repair is None:
+                return Position(self._visible.incarnation, from_seq)
+            return Position(self._visible.incarnation, from_seq, repair.wants_xors, repair.choices)
         return Position(Incarnation(0), Seq(1))
 
     def wants_snapshot(self, now: float) -> bool:
@@ -196,6 +184,8 @@ class Ingest:
     def on_stream_started(self) -> None:
         """A new stream runs from `position()`; a gap in it may ask again."""
         self._waiting = False
+        if self._buckets:
+            self._buckets.compare_again()
 
     def on_batch(self, batch: EventBatch, now: float) -> list[Action]:
         if not batch.events:
@@ -244,16 +234,61 @@ class Ingest:
         if any(isinstance(action, Swap) for action in actions):
             return actions  # `own` is of the generation that has just gone
         self._leave_dead_rows()
+        if self._buckets and now >= self._buckets.deadline:
+            self._repair(now)
         if (self.incarnation, self.seq) == (report.incarnation, report.seq):
             self._audit(report, own, now)
+            actions += self._go_on_with_buckets(report, now)
         # All events up to report.seq were sent before it, so what is missing now is lost.
         position = self.position()
         is_missing = position.incarnation == report.incarnation and position.from_seq <= report.seq
         return actions + self._ask(is_missing or self._has_nothing(), now)
 
+    def on_compared(
+        self,
+        generation: GenerationId,
+        seq: Seq,
+        choices: tuple[BucketChoice, ...],
+        now: float,
+    ) -> list[Action]:
+        """Rows of `generation`, which stood at `seq` when it began, differ in these buckets."""
+        repair, visible = self._buckets, self._visible
+        if repair is None or visible is None or repair.stage is not Stage.COMPARING:
+            return self._ask(False, now)
+        if (visible.id, visible.cursor) != (generation, seq):
+            repair.compare_again()  # another stream of the node went on meanwhile
+            return self._resume()
+        if not choices or any(len(choice.buckets) > MOST_REPAIRED for choice in choices):
+            self._repair(now)
+            return self._ask(False, now)
+        repair.want(choices)
+        return self._resume()
+
+    def on_bucket_rows(self, rows: BucketRows, now: float) -> list[Action]:
+        """What a bucket that differed must hold, in stream order."""
+        if not self._admit(rows.incarnation, rows.seq):
+            return []
+        actions = self._drop_dead_hidden()
+        self._leave_dead_rows()
+        repair, visible = self._buckets, self._visible
+        if repair is None or visible is None or visible.cursor > rows.seq:
+            self.counts.stale += 1
+            return actions + self._ask(False, now)
+        if visible.cursor < rows.seq:
+            return actions + self._ask(True, now)
+        if not repair.take(rows):
+            self.counts.stale += 1
+            return actions
+        self.counts.repaired_buckets += 1
+        if repair.is_done:
+            self.counts.bucket_repairs += 1
+            self._buckets = None
+        return [*actions, ReplaceBucket(visible.id, rows.tier, rows.bucket, rows.keys)]
+
     def on_snapshot_started(self) -> list[Action]:
         actions = self._drop_hidden()
         self._fetching, self._needs_snapshot = True, False
+        self._buckets = None
         return actions
 
     def on_page(self, page: SnapshotPage, now: float) -> list[Action]:
@@ -304,6 +339,11 @@ class Ingest:
             assert self._hidden.incarnation == self._fence, "a hidden generation is of a dead life"
             assert self._hidden.cursor >= self._hidden.seq, "the suffix began before the snapshot"
             assert self._visible is None or self._visible.id < self._hidden.id
+        if self._buckets:
+            self._buckets.check_integrity()
+            assert self.incarnation == self._fence, "buckets of a dead life are repaired"
+            assert not self._needs_snapshot, "two repairs at once"
+            assert not self._fetching, "two repairs at once"
         assert not (self._fetching and self._hidden and self._hidden.complete)
 
     def _admit(self, incarnation: Incarnation, newest: Seq) -> bool:
@@ -314,6 +354,7 @@ class Ingest:
         if incarnation > self._fence:
             self._fence, self._heard = incarnation, newest
             self._asked_times, self._waiting = 0, False
+            self._buckets, self._tried_buckets = None, False
             self._not_before = self._repair_delay = 0.0
         self._heard = max(self._heard, newest)
         return True
@@ -364,6 +405,7 @@ class Ingest:
             return []
         self._visible = _Generation(hidden.id, hidden.incarnation, hidden.cursor)
         self._hidden, self._asked_times = None, 0
+        self._buckets = None
         return [Swap(hidden.id, visible.id if visible else None)]
 
     def _audit(self, report: NodeReport, own: Mapping[Tier, TierDigest], now: float) -> None:
@@ -372,14 +414,39 @@ class Ingest:
         theirs = {digest.tier: (digest.blocks, digest.xor) for digest in report.tiers}
         ours = {tier: (digest.blocks, digest.xor) for tier, digest in own.items()}
         if all(theirs.get(tier, (0, 0)) == ours.get(tier, (0, 0)) for tier in AUDITED_TIERS):
-            self._needs_snapshot = False
+            self._needs_snapshot = self._tried_buckets = False
+            self._buckets = None
             self._repair_delay = self._not_before = 0.0
-        elif not self._needs_snapshot:
+        elif not (self._needs_snapshot or self._buckets):
             self.counts.digest_mismatches += 1
-            self._repair(now)
+            if self._tried_buckets:
+                self._repair(now)
+            else:
+                self._buckets, self._tried_buckets = BucketRepair(now), True
+
+    def _go_on_with_buckets(self, report: NodeReport, now: float) -> list[Action]:
+        """After an audit: ask what each bucket adds up to, or compare with what came."""
+        repair, visible = self._buckets, self._visible
+        if repair is None or visible is None or self._waiting:
+            return []
+        if report.bucket_xors and repair.wants_xors:
+            repair.compare()
+            return [CompareBuckets(visible.id, report.bucket_xors)]
+        if repair.stage is Stage.XORS_WANTED:
+            if repair.is_asked:  # its first report says nothing of buckets: an older daemon
+                self._repair(now)
+                return []
+            repair.is_asked = True
+            return self._resume()
+        return []
+
+    def _resume(self) -> list[Action]:
+        self._waiting = True
+        return [Resume()]
 
     def _repair(self, now: float) -> None:
         """Want a snapshot: at once the first time, later and later until an audit agrees."""
+        self._buckets = None
         if self._needs_snapshot:
             return
         self._needs_snapshot = True
@@ -400,8 +467,7 @@ class Ingest:
             self._asked_times += 1
             if self._asked_times <= REPLAYS_BEFORE_SNAPSHOT:
                 self.counts.replays += 1
-                self._waiting = True
-                return [Resume()]
+                return self._resume()
             self._asked_times = 0
             self._repair(now)
         return [FetchSnapshot()] if self.wants_snapshot(now) else []

@@ -8,6 +8,7 @@ from operator import xor
 
 import numpy as np
 
+from emberkv_proto.buckets import BUCKET_SHIFT, KEY_MIX
 from emberkv_proto.events import Keys
 from emberkv_proto.types import IndexKey, Tier, TierDigest
 from global_index.base_links import BaseLinks
@@ -92,6 +93,19 @@ class NaiveIndex:
 
     def collect(self, holder: Holder, tier: Tier, start_slot: int, budget_slots: int) -> Collected:
         return Collected(self.rows(holder, tier), None)
+
+    @property
+    def buckets_at_once(self) -> int:
+        return 1
+
+    def bucket_xors(self, holder: Holder, tier: Tier, first: int, count: int) -> Keys:
+        buckets = (self.bucket_keys(holder, tier, n) for n in range(first, first + count))
+        return np.array([reduce(xor, keys.tolist(), 0) for keys in buckets], np.uint64)
+
+    def bucket_keys(self, holder: Holder, tier: Tier, bucket: int) -> Keys:
+        held = self._sets.get((holder, tier), set())
+        of_bucket = [key for key in held if (key * KEY_MIX) % 2**64 >> BUCKET_SHIFT == bucket]
+        return np.array(of_bucket, np.uint64)
 
     def digest(self, holder: Holder, tier: Tier) -> TierDigest:
         keys = self._sets.get((holder, tier), set())

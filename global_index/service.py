@@ -24,8 +24,9 @@ from emberkv_proto.errors import EmberError, InvalidRequestError, PreflightError
 from emberkv_proto.types import NodeId
 from emberkv_proto.v1 import index_pb2, index_pb2_grpc
 from emberkv_proto.wire import MAX_BLOCKS_PER_CALL
-from global_index.directory import MAX_NODES, NodeView
+from global_index.directory import MAX_NODES
 from global_index.embedded import GlobalIndex
+from global_index.views import NodeView
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,13 @@ import grpc
 from client_sdk import aio, faults
 from client_sdk.index_client import CHANNEL_OPTIONS
 from client_sdk.tls import Tls, open_channel
-from emberkv_proto.convert import batch_from_wire, page_from_wire, report_from_wire
+from emberkv_proto.convert import (
+    batch_from_wire,
+    bucket_choice_to_wire,
+    bucket_rows_from_wire,
+    page_from_wire,
+    report_from_wire,
+)
 from emberkv_proto.errors import EmberError, InvalidRequestError, UnavailableError
 from emberkv_proto.events import SnapshotNeeded
 from emberkv_proto.types import Incarnation, NodeId, Seq
@@ -41,6 +47,8 @@ class StreamCounts:
     connects: int = 0
     losses: int = 0
     malformed: int = 0
+    received_bytes: int = 0
+    """Of messages, as protobuf."""
 
 
 class Subscriber:
@@ -108,6 +116,8 @@ class Subscriber:
                 incarnation=position.incarnation,
                 from_seq=position.from_seq,
                 subscriber=self._name,
+                wants_bucket_xors=position.wants_bucket_xors,
+                buckets=[bucket_choice_to_wire(choice) for choice in position.buckets],
             )
         )
         try:
@@ -119,7 +129,12 @@ class Subscriber:
                 if not self._got_message:
                     self.counts.connects += 1
                     self._got_message = True
-                if self._take(message) is not StreamStep.CONTINUE:
+                self.counts.received_bytes += message.ByteSize()
+                step = self._take(message)
+                while step is StreamStep.COMPARE:
+                    await asyncio.sleep(0)  # queries come between two steps
+                    step = self._directory.compare(self.address, self._clock())
+                if step is not StreamStep.CONTINUE:
                     return
         finally:
             call.cancel()
@@ -135,6 +150,9 @@ class Subscriber:
             case "report":
                 report = report_from_wire(message.report)
                 return self._directory.on_report(self.address, report, now, self._wall())
+            case "bucket_rows":
+                rows = bucket_rows_from_wire(message.bucket_rows)
+                return self._directory.on_bucket_rows(self.address, rows, now)
             case "snapshot_needed":
                 needed = SnapshotNeeded(
                     Incarnation(message.snapshot_needed.incarnation),
@@ -154,6 +172,7 @@ class Subscriber:
                 if message is grpc.aio.EOF:  # type: ignore[attr-defined]
                     return
                 self._got_message = True
+                self.counts.received_bytes += message.ByteSize()
                 faults.hit(faults.INDEX_PAGE)
                 page = page_from_wire(message)
                 self._directory.on_page(self.address, page, self._clock())

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 MAX_ANCESTORS_ASKED = 1024
 """How far up a chain is followed before a block that came after its child leans on its parent."""
+SCAN_BLOCKS = 4096
+"""Looked at in one turn of the loop: about a millisecond."""
 MOST_WOKEN = 256
 """Blocks of a tenant that one call wakes; bounds one turn of the loop."""
 
@@ -395,6 +397,20 @@ class BlockCatalog:
         if tier is Tier.SSD and self.sleeping is not None:
             return np.concatenate([keys, self.sleeping.keys()])
         return keys
+
+    def scan_keys(self, tier: Tier) -> Iterator[Keys]:
+        """Index keys of the tier's blocks, SCAN_BLOCKS at a time, as of when each is yielded.
+
+        Blocks may come and go between two: one that came since the first may be left out. One
+        step of all, which lists the blocks that do not sleep, takes 50 ms for a million.
+        """
+        if tier is Tier.SSD and self.sleeping is not None:
+            yield from self.sleeping.scan_keys(SCAN_BLOCKS)
+        blocks = list(self.blocks.values())  # those that woke meanwhile are here
+        for start in range(0, len(blocks), SCAN_BLOCKS):
+            some = blocks[start : start + SCAN_BLOCKS]
+            hashes = [b.hash for b in some if (b.in_dram if tier is Tier.DRAM else b.in_ssd)]
+            yield index_keys(hashes) if hashes else np.empty(0, dtype=np.uint64)
 
     def resident(self, tier: Tier) -> Iterator[Block]:
         """The tier's blocks, but for those that sleep."""

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 from contextlib import aclosing
 from dataclasses import dataclass
 
 import grpc
+from google.protobuf.message import Message
 
+from client_sdk import aio
 from client_sdk.index_client import MAX_MESSAGE_BYTES
 from client_sdk.tls import Tls, bind
 from emberkv_proto.convert import (
     batch_to_wire,
+    bucket_choices_from_wire,
+    bucket_rows_to_wire,
     hashes_from_wire,
     namespace_id_from_wire,
     page_to_wire,
@@ -20,8 +25,8 @@ from emberkv_proto.convert import (
     salt_ids_to_wire,
     u64s_to_wire,
 )
-from emberkv_proto.errors import InvalidRequestError, UnavailableError
-from emberkv_proto.events import EventBatch
+from emberkv_proto.errors import DeadlineError, InvalidRequestError, UnavailableError
+from emberkv_proto.events import BucketRows, EventBatch
 from emberkv_proto.types import Incarnation, NodeReport, Seq
 from emberkv_proto.v1 import common_pb2, index_pb2, index_pb2_grpc, store_pb2, store_pb2_grpc
 from store_daemon.config import DaemonSection
@@ -30,7 +35,7 @@ from store_daemon.life import Life
 from store_daemon.operator_gate import OperatorGate
 from store_daemon.operator_server import OperatorCalls, OperatorService
 from store_daemon.ports import PeerStore
-from store_daemon.publisher import Published, Publisher
+from store_daemon.publisher import BucketWish, Published, Publisher
 from store_daemon.transport.base import TransportAddress
 from store_daemon.transport.tcp import join_host_port
 
@@ -38,6 +43,8 @@ log = logging.getLogger(__name__)
 
 MAX_LEASE_SECONDS = 120.0
 MAX_NODE_ID_BYTES = 253
+WRITE_SECONDS = 20.0
+"""For one message of a stream; a reader that is stopped for longer subscribes again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,10 +129,13 @@ class _Events(index_pb2_grpc.EventsServicer):
     ) -> None:
         async with errors_answered(context):
             publisher = self._door.enter().publisher
-            stream = publisher.subscribe(Incarnation(request.incarnation), Seq(request.from_seq))
+            wish = BucketWish(request.wants_bucket_xors, bucket_choices_from_wire(request.buckets))
+            stream = publisher.subscribe(
+                Incarnation(request.incarnation), Seq(request.from_seq), wish
+            )
             async with aclosing(stream):
                 async for published in stream:
-                    await context.write(_published_to_wire(published))
+                    await _write(context, _published_to_wire(published))
 
     async def Snapshot(  # noqa: N802
         self, request: index_pb2.SnapshotRequest, context: Context
@@ -134,7 +144,7 @@ class _Events(index_pb2_grpc.EventsServicer):
             pages = self._door.enter().publisher.snapshot_pages()
             async with aclosing(pages):
                 async for page in pages:
-                    await context.write(page_to_wire(page))
+                    await _write(context, page_to_wire(page))
 
 
 class _Peer(store_pb2_grpc.PeerServicer):
@@ -181,12 +191,23 @@ class _Peer(store_pb2_grpc.PeerServicer):
         return common_pb2.Empty()
 
 
+async def _write(context: Context, message: Message) -> None:
+    """Raises DeadlineError for a reader that takes nothing: it holds one of few snapshots."""
+    try:
+        async with aio.timeout(WRITE_SECONDS):
+            await context.write(message)
+    except asyncio.TimeoutError:
+        raise DeadlineError(f"nothing was read for {WRITE_SECONDS} seconds") from None
+
+
 def _published_to_wire(published: Published) -> index_pb2.EventMessage:
     match published:
         case EventBatch():
             return index_pb2.EventMessage(batch=batch_to_wire(published))
         case NodeReport():
             return index_pb2.EventMessage(report=report_to_wire(published))
+        case BucketRows():
+            return index_pb2.EventMessage(bucket_rows=bucket_rows_to_wire(published))
         case _:
             needed = index_pb2.SnapshotNeeded(
                 incarnation=published.incarnation, seq=published.seq, node_id=published.node_id

@@ -28,6 +28,7 @@ from emberkv_proto.errors import (
 from emberkv_proto.hashing import index_keys
 from emberkv_proto.layout import Namespace
 from emberkv_proto.types import BlockHash, NamespaceId, NodeHit, NodeId
+from store_daemon.failed_fetches import FailedFetches
 from store_daemon.peer_client import PeerClient
 from store_daemon.peer_health import HealthLimits, PeerHealth
 from store_daemon.peer_transfer import PeerTransfers, TransferLimits
@@ -58,6 +59,10 @@ class PullLimits:
     blame_seconds: float = 0.1
     """A peer that let a shorter deadline pass is not held to have failed."""
     blocks_per_pull: int = 4096
+    failed_block_seconds: float = 2.0
+    """A peer that did not give a block is not asked for it again: its event is on the way."""
+    failed_peer_seconds: float = 1.0
+    """One that could not be reached is not asked for anything; then its breaker decides."""
 
 
 @dataclass(slots=True)
@@ -109,6 +114,9 @@ class PeerPuller:
         self._transfers = PeerTransfers(pool, transport, transfer_limits, clock)
         self._health: dict[NodeId, PeerHealth] = {}
         self._peers: dict[NodeId, Peer] = {}
+        self._failed = FailedFetches(
+            self._limits.failed_block_seconds, self._limits.failed_peer_seconds
+        )
         self._addresses: dict[NodeId, str] = {}
         self._addresses_until = float("-inf")
         self._pulls: dict[tuple[NamespaceId, BlockHash], _Pull] = {}
@@ -165,6 +173,7 @@ class PeerPuller:
         """Assert that breakers are sound and that transfers belong to pulls in progress."""
         for health in self._health.values():
             health.check_integrity()
+        self._failed.check_integrity()
         assert self._transfers.running <= len(self._pulls)
         assert not any(pull.done.is_set() for pull in self._pulls.values())
         assert not (self._is_closed and (self._pulls or self._peers))
@@ -201,8 +210,12 @@ class PeerPuller:
         except EmberError as error:
             waited = self._clock() - started
             self._count_failure(failure_reason(error), error, hit.node_id)
+            if not mine.landed:
+                self._failed.lacks(hit.node_id, hashes[0], self._clock())
             if is_blamed(error, bool(mine.landed), waited, self._limits.blame_seconds):
                 health.fail(self._clock())
+                if isinstance(error, UnavailableError | DeadlineError):
+                    self._failed.is_away(hit.node_id, self._clock())
             elif mine.landed:
                 health.succeed()
         finally:
@@ -232,10 +245,12 @@ class PeerPuller:
             }
             self._addresses_until = now + self._limits.nodes_seconds
             await self._client.retain(set(self._addresses.values()))
+        now = self._clock()
         healthy = {
             node_id
             for node_id in self._addresses
-            if self._health_of(node_id).may_try(self._clock())
+            if self._health_of(node_id).may_try(now)
+            and self._failed.may_ask(node_id, hashes[0], now)
         }
         return best_hit(hits, healthy)
 
@@ -264,6 +279,7 @@ class PeerPuller:
             usable = remote.grant.usable_blocks
             if usable == 0:
                 self._count_failure("stale_index")
+                self._failed.lacks(node_id, hashes[0], self._clock())
                 return
             peer = self._connected(node_id, remote.source)
             try:

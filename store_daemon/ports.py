@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -29,6 +29,13 @@ class Residency(Protocol):
     """The catalog's truth, asked for snapshots and digests. Called on the event loop."""
 
     def resident_keys(self, tier: Tier) -> Keys: ...
+
+    def scan_keys(self, tier: Tier) -> Iterator[Keys]:
+        """As `resident_keys`, a few at a time, each as of when it is yielded.
+
+        Blocks may come and go between two: one that came since the first may be left out.
+        """
+        ...
 
     def digests(self) -> tuple[TierDigest, ...]: ...
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +18,7 @@ from client_sdk import faults
 from emberkv_proto.events import (
     BlocksRemoved,
     BlocksStored,
+    BucketRows,
     Event,
     EventBatch,
     Keys,
@@ -24,7 +26,17 @@ from emberkv_proto.events import (
     SnapshotPage,
     TierCleared,
 )
-from emberkv_proto.types import EngineInfo, Incarnation, NodeId, NodeReport, Seq, Tier
+from emberkv_proto.types import (
+    BucketChoice,
+    EngineInfo,
+    Incarnation,
+    NodeId,
+    NodeReport,
+    Seq,
+    Tier,
+)
+from store_daemon.bucket_ledger import BucketLedger
+from store_daemon.bucket_scan import BucketScan
 from store_daemon.ports import Residency
 
 MAX_KEYS_PER_EVENT = 65536
@@ -32,8 +44,22 @@ MAX_KEYS_PER_BATCH = 65536
 MAX_EVENTS_PER_BATCH = 4096
 MAX_KEYS_PER_PAGE = 65536
 MAX_SNAPSHOTS = 4
+MAX_SCANS = 4
+MAX_KEYS_PER_BUCKET = 1 << 19
+"""A bucket of more fits no message; such a node has a hundred million blocks."""
 
-Published = EventBatch | NodeReport | SnapshotNeeded
+Published = EventBatch | NodeReport | BucketRows | SnapshotNeeded
+
+
+@dataclass(frozen=True, slots=True)
+class BucketWish:
+    """What a subscription asks for beside the events, to repair only what differs."""
+
+    xors: bool = False
+    rows: tuple[BucketChoice, ...] = ()
+
+
+NO_BUCKETS = BucketWish()
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +109,8 @@ class Publisher:
         self._facts = NodeFacts()
         self._announced = 0
         self._ledgers: dict[Tier, TierLedger] = {}
+        self._buckets = BucketLedger()
+        self._scans: set[BucketScan] = set()
         self._wakes: set[asyncio.Event] = set()
         self._cursors: dict[asyncio.Event, int] = {}
         """Next event of each subscriber."""
@@ -90,7 +118,10 @@ class Publisher:
         """Subscriptions that were told to take a snapshot."""
         self.snapshots = 0
         """Sent to their last page."""
+        self.repairs = 0
+        """Sets of buckets whose rows were gathered for a subscriber."""
         self._snapshots = asyncio.Semaphore(MAX_SNAPSHOTS)
+        self._scan_gate = asyncio.Semaphore(MAX_SCANS)
         self._is_closed = False
 
     @property
@@ -141,13 +172,14 @@ class Publisher:
                 wake.set()
 
     async def subscribe(
-        self, incarnation: Incarnation, from_seq: Seq
+        self, incarnation: Incarnation, from_seq: Seq, wish: BucketWish = NO_BUCKETS
     ) -> AsyncGenerator[Published, None]:
         """Yield every event from `from_seq` on, in order, without gaps, with reports in between.
 
         A report's digests are the state right after `report.seq`, and all events up to it come
-        before it and none after it. Ends with SnapshotNeeded when the events asked for cannot be
-        had, or silently when the publisher closes. Close the iterator (`aclosing`).
+        before it and none after it; so it is with the rows of the buckets wished for. Ends with
+        SnapshotNeeded when the events asked for cannot be had, or silently when the publisher
+        closes. Close the iterator (`aclosing`).
         """
         cursor = max(1, from_seq)
         if incarnation != self._incarnation or cursor > self._seq + 1:
@@ -158,24 +190,33 @@ class Publisher:
         wake = asyncio.Event()
         self._wakes.add(wake)
         self._cursors[wake] = cursor
-        report: NodeReport | None = None
+        due: deque[NodeReport | BucketRows | SnapshotNeeded] = deque()
+        """Each to be sent right after its event; the oldest first."""
         report_due = loop.time()
         announced = self._announced
+        wants_xors = wish.xors
+        gathering = asyncio.create_task(self._gather(wish.rows, due, wake)) if wish.rows else None
         try:
             while not self._is_closed:
                 if cursor < self.oldest_seq:
                     self.gaps += 1
                     yield SnapshotNeeded(self._incarnation, self.seq, self._node_id)
                     return
-                if report is None and (loop.time() >= report_due or announced != self._announced):
-                    report = self._report()
+                if gathering is not None and gathering.done():
+                    gathering.result()
+                    gathering = None
+                if not due and (loop.time() >= report_due or announced != self._announced):
+                    due.append(self._report(with_xors=wants_xors))
+                    wants_xors = False
                     report_due = loop.time() + self._heartbeat_seconds
                     announced = self._announced
-                if report is not None and cursor > report.seq:
-                    due, report = report, None
-                    yield due
+                if due and cursor > due[0].seq:
+                    published = due.popleft()
+                    yield published
+                    if isinstance(published, SnapshotNeeded):
+                        return
                 elif cursor <= self._seq:
-                    batch = self._batch(cursor, self._seq if report is None else report.seq)
+                    batch = self._batch(cursor, due[0].seq if due else self._seq)
                     cursor = self._cursors[wake] = batch.seq_last + 1
                     yield batch
                 else:
@@ -190,6 +231,9 @@ class Publisher:
         finally:
             self._wakes.discard(wake)
             self._cursors.pop(wake, None)
+            if gathering is not None:
+                gathering.cancel()
+                await asyncio.gather(gathering, return_exceptions=True)
 
     async def snapshot_pages(self) -> AsyncGenerator[SnapshotPage, None]:
         """Yield the state right after one event, copied in one step; the last page says so.
@@ -209,6 +253,36 @@ class Publisher:
                 )
             self.snapshots += 1
 
+    async def _gather(
+        self,
+        choices: Sequence[BucketChoice],
+        due: deque[NodeReport | BucketRows | SnapshotNeeded],
+        wake: asyncio.Event,
+    ) -> None:
+        """Add the rows of each bucket to `due`, as of the newest event then. MAX_SCANS at once."""
+        async with self._scan_gate:
+            scan = BucketScan(choices, self._residency.scan_keys)
+            self._scans.add(scan)
+            try:
+                while scan.step():  # noqa: ASYNC110
+                    await asyncio.sleep(0)
+                self.repairs += 1
+                for tier, bucket in [(c.tier, bucket) for c in choices for bucket in c.buckets]:
+                    keys = scan.keys(tier, bucket)
+                    if len(keys) > MAX_KEYS_PER_BUCKET:
+                        self.gaps += 1
+                        due.append(SnapshotNeeded(self._incarnation, self.seq, self._node_id))
+                    else:
+                        due.append(
+                            BucketRows(
+                                self._node_id, self._incarnation, self.seq, tier, bucket, keys
+                            )
+                        )
+                    wake.set()
+                    await asyncio.sleep(0)
+            finally:
+                self._scans.discard(scan)
+
     def close(self) -> None:
         """End all subscriptions; for shutdown."""
         self._is_closed = True
@@ -226,17 +300,20 @@ class Publisher:
                 f"{digest.tier.name}: events add up to {ledger.blocks} blocks, xor {ledger.xor:#x};"
                 f" resident are {digest.blocks}, xor {digest.xor:#x}"
             )
+            self._buckets.check(digest.tier, self._residency.resident_keys(digest.tier))
 
-    def _report(self) -> NodeReport:
+    def _report(self, *, with_xors: bool) -> NodeReport:
+        digests = tuple(self._residency.digests())
         return NodeReport(
             self._node_id,
             self._incarnation,
             self.seq,
             self._facts.state,
-            tuple(self._residency.digests()),
+            digests,
             self._facts.engines,
             self._facts.grpc_address,
             self._unix_clock(),
+            tuple(self._buckets.xors(digest.tier) for digest in digests) if with_xors else (),
         )
 
     def _batch(self, first: int, last: int) -> EventBatch:
@@ -254,6 +331,9 @@ class Publisher:
         )
 
     def _enter(self, event: Event) -> None:
+        self._buckets.enter(event)
+        for scan in self._scans:
+            scan.enter(event)
         ledger = self.ledger(event.tier)
         match event:
             case BlocksStored(keys=keys):

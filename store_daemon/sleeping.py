@@ -81,6 +81,15 @@ class SleepingBlocks:
         keys[keys == 0] = 1
         return keys
 
+    def scan_keys(self, most: int) -> Iterator[Keys]:
+        """`keys`, at most so many at a time, without those that woke before they are yielded."""
+        firsts = self._firsts[self._asleep[self._firsts]]
+        for start in range(0, len(firsts), most):
+            some = firsts[start : start + most]
+            keys: Keys = self._table.first_words[some[self._asleep[some]]]
+            keys[keys == 0] = 1
+            yield keys
+
     def bytes_by_salt(self) -> dict[SaltId, int]:
         """What the records of the blocks that sleep take, for each tenant. O(rows), in C."""
         packed = self._table.packed

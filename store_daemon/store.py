@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import zip_longest
 
@@ -384,6 +384,9 @@ class BlockStore:
 
     def resident_keys(self, tier: Tier) -> Keys:
         return self.holdings.catalog.resident_keys(tier)
+
+    def scan_keys(self, tier: Tier) -> Iterator[Keys]:
+        return self.holdings.catalog.scan_keys(tier)
 
     def digests(self) -> tuple[TierDigest, ...]:
         ledgers = self.holdings.catalog.ledgers

@@ -6,14 +6,17 @@ import struct
 import sys
 from array import array
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
+from emberkv_proto.buckets import BUCKETS, MOST_REPAIRED, bucket_numbers
 from emberkv_proto.errors import InvalidRequestError
 from emberkv_proto.events import (
     BlocksRemoved,
     BlocksStored,
+    BucketRows,
     Event,
     EventBatch,
     SnapshotPage,
@@ -24,6 +27,8 @@ from emberkv_proto.types import (
     NAMESPACE_ID_BYTES,
     SALT_ID_BYTES,
     BlockHash,
+    BucketChoice,
+    BucketXors,
     ChainHits,
     EngineHit,
     EngineInfo,
@@ -283,6 +288,7 @@ def report_to_wire(report: NodeReport) -> index_pb2.NodeReport:
         engines=[engine_to_wire(engine) for engine in report.engines],
         grpc_address=report.grpc_address,
         sent_unix_seconds=report.sent_unix_seconds,
+        bucket_xors=[bucket_xors_to_wire(digest) for digest in report.bucket_xors],
     )
 
 
@@ -296,6 +302,74 @@ def report_from_wire(message: index_pb2.NodeReport) -> NodeReport:
         tuple(engine_from_wire(engine) for engine in message.engines),
         message.grpc_address,
         message.sent_unix_seconds,
+        tuple(bucket_xors_from_wire(digest) for digest in message.bucket_xors),
+    )
+
+
+def bucket_xors_to_wire(digest: BucketXors) -> index_pb2.BucketXors:
+    return index_pb2.BucketXors(
+        tier=int(digest.tier),  # type: ignore[arg-type]
+        xors=u64s_to_wire(digest.xors),
+    )
+
+
+def bucket_xors_from_wire(message: index_pb2.BucketXors) -> BucketXors:
+    """Raises InvalidRequestError unless there is one for each bucket."""
+    if len(message.xors) != 8 * BUCKETS:
+        raise InvalidRequestError(f"bucket xors have {len(message.xors)} bytes, not 8 a bucket")
+    xors = np.frombuffer(message.xors, dtype=U64).tolist()
+    return BucketXors(tier_from_wire(message.tier), tuple(xors))
+
+
+def bucket_choice_to_wire(choice: BucketChoice) -> index_pb2.BucketChoice:
+    return index_pb2.BucketChoice(
+        tier=int(choice.tier),  # type: ignore[arg-type]
+        buckets=bytes(choice.buckets),
+    )
+
+
+def bucket_choices_from_wire(
+    messages: Sequence[index_pb2.BucketChoice],
+) -> tuple[BucketChoice, ...]:
+    """Raises InvalidRequestError when a tier or a bucket is named twice, or out of order."""
+    if len(messages) > len(Tier):
+        raise InvalidRequestError(f"buckets of {len(messages)} tiers; there are {len(Tier)}")
+    choices = tuple(
+        BucketChoice(tier_from_wire(message.tier), tuple(message.buckets)) for message in messages
+    )
+    if len({choice.tier for choice in choices}) < len(choices):
+        raise InvalidRequestError("a tier's buckets are named twice")
+    for choice in choices:
+        if len(choice.buckets) > MOST_REPAIRED:
+            raise InvalidRequestError(f"{len(choice.buckets)} buckets; take a snapshot")
+        if any(a >= b for a, b in pairwise(choice.buckets)):
+            raise InvalidRequestError("buckets must be ascending")
+    return choices
+
+
+def bucket_rows_to_wire(rows: BucketRows) -> index_pb2.BucketRows:
+    return index_pb2.BucketRows(
+        node_id=rows.node_id,
+        incarnation=rows.incarnation,
+        seq=rows.seq,
+        tier=int(rows.tier),  # type: ignore[arg-type]
+        bucket=rows.bucket,
+        keys=u64s_to_wire(rows.keys),
+    )
+
+
+def bucket_rows_from_wire(message: index_pb2.BucketRows) -> BucketRows:
+    """Raises InvalidRequestError when a key is of another bucket."""
+    keys = keys_from_wire(message.keys)
+    if message.bucket >= BUCKETS or (bucket_numbers(keys) != message.bucket).any():
+        raise InvalidRequestError(f"bucket {message.bucket} is none, or has keys of another")
+    return BucketRows(
+        NodeId(message.node_id),
+        Incarnation(message.incarnation),
+        Seq(message.seq),
+        tier_from_wire(message.tier),
+        message.bucket,
+        keys,
     )
 
 

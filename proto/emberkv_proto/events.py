@@ -76,3 +76,15 @@ class SnapshotPage:
     tier: Tier
     keys: Keys
     is_last: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BucketRows:
+    """All keys of one bucket of a tier, ascending, right after event `seq`."""
+
+    node_id: NodeId
+    incarnation: Incarnation
+    seq: Seq
+    tier: Tier
+    bucket: int
+    keys: Keys

@@ -102,6 +102,22 @@ class TierDigest:
 
 
 @dataclass(frozen=True, slots=True)
+class BucketXors:
+    """What a node's rows in each bucket of one tier must add up to (see `buckets`)."""
+
+    tier: Tier
+    xors: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BucketChoice:
+    """Some buckets of one tier, ascending."""
+
+    tier: Tier
+    buckets: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class NodeReport:
     """A node's heartbeat on its event stream."""
 
@@ -113,6 +129,8 @@ class NodeReport:
     engines: tuple[EngineInfo, ...]
     grpc_address: str
     sent_unix_seconds: float
+    bucket_xors: tuple[BucketXors, ...] = ()
+    """All of a node's tiers, or none: only a subscription that asks for them gets them."""
 
 
 @dataclass(frozen=True, slots=True)

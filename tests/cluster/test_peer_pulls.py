@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import pytest
 
 from emberkv_proto.types import BlockHash, Incarnation, NodeHit, NodeId
+from store_daemon.failed_fetches import FailedFetches
 from store_daemon.peer_health import HealthLimits
 from store_daemon.peer_transfer import TransferLimits
 from store_daemon.peers import PeerPuller, PullLimits, best_hit
@@ -68,7 +69,9 @@ async def here(owner: PeerNode) -> AsyncIterator[Here]:
             pool.view,
             index,
             transport,
-            limits=PullLimits(nodes_seconds=0.01),
+            limits=PullLimits(
+                nodes_seconds=0.01, failed_block_seconds=0.0, failed_peer_seconds=0.0
+            ),
             transfer_limits=TransferLimits(blocks_per_read=4),
             health_limits=HealthLimits(open_seconds=0.5, memory_seconds=0.0),
         )
@@ -171,6 +174,53 @@ async def test_dead_peer_is_a_quick_miss_and_opens_the_breaker(here: Here) -> No
     unheld = here.puller.counters.unheld
     assert await here.pull() == 0
     assert here.puller.counters.unheld == unheld + 1
+
+
+def remember_failures(here: Here) -> None:
+    here.puller._failed = FailedFetches(block_seconds=0.5, peer_seconds=0.5)
+
+
+async def test_block_that_a_peer_did_not_give_is_not_asked_for_again_at_once(here: Here) -> None:
+    remember_failures(here)
+    other = chain(NAMESPACE, 3, seed=1)
+    here.index.holds("peer", here.owner.grpc_address, other)
+    for _ in range(3):
+        assert await here.puller.pull(NAMESPACE, None, other, here.target, 5.0) == 0
+    assert here.failures == {"stale_index": 1}, "the peer was asked again"
+    assert here.puller.counters.unheld == 2
+    assert await here.pull() == BLOCKS, "other blocks may be asked for"
+    await asyncio.sleep(0.6)
+    assert await here.puller.pull(NAMESPACE, None, other, here.target, 5.0) == 0
+    assert here.failures == {"stale_index": 2}
+
+
+async def test_dead_peer_is_not_contacted_by_the_second_request_for_whatever_block(
+    here: Here,
+) -> None:
+    remember_failures(here)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    here.index.addresses[NodeId("peer")] = f"127.0.0.1:{port}"
+    assert await here.pull(deadline=2.0) == 0
+    for first in range(1, 5):
+        wanted = here.hashes[first:]
+        assert await here.puller.pull(NAMESPACE, None, wanted, here.target, 2.0) == 0
+    assert here.failures == {"unavailable": 1}
+    assert here.puller.counters.pulls == 1
+    here.index.addresses[NodeId("peer")] = here.owner.grpc_address
+    await asyncio.sleep(0.6)
+    assert await here.pull() == BLOCKS
+
+
+async def test_another_holder_is_asked_when_the_best_one_failed(here: Here) -> None:
+    remember_failures(here)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    here.index.holds("gone", f"127.0.0.1:{port}", [*here.hashes, *chain(NAMESPACE, 1, seed=5)])
+    wanted = [*here.hashes, *chain(NAMESPACE, 1, seed=5)]
+    assert await here.puller.pull(NAMESPACE, None, wanted, here.target, 2.0) == 0
+    assert await here.puller.pull(NAMESPACE, None, wanted, here.target, 5.0) == BLOCKS
+    assert here.failures == {"unavailable": 1}
 
 
 async def test_silent_peer_ends_with_the_deadline(here: Here) -> None:

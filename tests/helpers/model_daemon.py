@@ -15,10 +15,18 @@ from typing import Any
 import grpc
 import numpy as np
 
-from emberkv_proto.convert import batch_to_wire, page_to_wire, report_to_wire
+from emberkv_proto.buckets import BUCKETS, bucket_numbers
+from emberkv_proto.convert import (
+    batch_to_wire,
+    bucket_choices_from_wire,
+    bucket_rows_to_wire,
+    page_to_wire,
+    report_to_wire,
+)
 from emberkv_proto.events import (
     BlocksRemoved,
     BlocksStored,
+    BucketRows,
     Event,
     EventBatch,
     Keys,
@@ -26,7 +34,17 @@ from emberkv_proto.events import (
     SnapshotPage,
     TierCleared,
 )
-from emberkv_proto.types import EngineInfo, Incarnation, NodeId, NodeReport, Seq, Tier, TierDigest
+from emberkv_proto.types import (
+    BucketChoice,
+    BucketXors,
+    EngineInfo,
+    Incarnation,
+    NodeId,
+    NodeReport,
+    Seq,
+    Tier,
+    TierDigest,
+)
 from emberkv_proto.v1 import index_pb2, index_pb2_grpc
 
 TIERS = (Tier.DRAM, Tier.SSD)
@@ -34,6 +52,10 @@ TIERS = (Tier.DRAM, Tier.SSD)
 
 def as_keys(numbers: Iterable[int]) -> Keys:
     return np.array(sorted(numbers), dtype=np.uint64)
+
+
+def bucket_of(number: int) -> int:
+    return int(bucket_numbers(as_keys([number]))[0])
 
 
 class ModelDaemon:
@@ -93,7 +115,7 @@ class ModelDaemon:
     def snapshot_needed(self) -> SnapshotNeeded:
         return SnapshotNeeded(self.incarnation, self.seq, self.node_id)
 
-    def report(self) -> NodeReport:
+    def report(self, *, with_xors: bool = False) -> NodeReport:
         digests = tuple(
             TierDigest(
                 tier, len(self.rows[tier]), reduce(xor, self.rows[tier], 0), 1 << 30, 1 << 20
@@ -109,7 +131,28 @@ class ModelDaemon:
             self.engines,
             self.grpc_address,
             time.time(),
+            tuple(self.bucket_xors(tier) for tier in TIERS) if with_xors else (),
         )
+
+    def bucket_xors(self, tier: Tier) -> BucketXors:
+        xors = [0] * BUCKETS
+        for number in self.rows[tier]:
+            xors[bucket_of(number)] ^= number
+        return BucketXors(tier, tuple(xors))
+
+    def bucket_rows(self, choices: Iterable[BucketChoice]) -> list[BucketRows]:
+        return [
+            BucketRows(
+                self.node_id,
+                self.incarnation,
+                self.seq,
+                choice.tier,
+                bucket,
+                as_keys(n for n in self.rows[choice.tier] if bucket_of(n) == bucket),
+            )
+            for choice in choices
+            for bucket in choice.buckets
+        ]
 
     def pages(self, page_keys: int = 50) -> list[SnapshotPage]:
         cut: list[tuple[Tier, Keys]] = []
@@ -140,6 +183,10 @@ class ModelServer(index_pb2_grpc.EventsServicer):
         self.is_mute = False
         self.named = str(daemon.node_id)
         """Who it says it is in SnapshotNeeded; empty for a daemon of an older version."""
+        self.knows_buckets = True
+        """An older daemon does not: it ignores the fields."""
+        self.sent_events = 0
+        self.sent_buckets = 0
         self._server: grpc.aio.Server | None = None
 
     @property
@@ -170,15 +217,24 @@ class ModelServer(index_pb2_grpc.EventsServicer):
             )
             await context.write(index_pb2.EventMessage(snapshot_needed=needed))
             return
+        with_xors = self.knows_buckets and request.wants_bucket_xors
+        choices = bucket_choices_from_wire(request.buckets) if self.knows_buckets else ()
         while daemon.incarnation == life:
             if not self.is_mute:
                 if cursor <= daemon.seq:
                     last = min(daemon.seq, cursor + 9)
                     batch = batch_to_wire(daemon.batch(cursor, last))
+                    self.sent_events += last + 1 - cursor
                     cursor = last + 1
                     await context.write(index_pb2.EventMessage(batch=batch))
                     continue
-                report = report_to_wire(daemon.report())
+                for rows in daemon.bucket_rows(choices):
+                    message = index_pb2.EventMessage(bucket_rows=bucket_rows_to_wire(rows))
+                    await context.write(message)
+                    self.sent_buckets += 1
+                choices = ()
+                report = report_to_wire(daemon.report(with_xors=with_xors))
+                with_xors = False
                 await context.write(index_pb2.EventMessage(report=report))
             await asyncio.sleep(self.heartbeat_seconds)
 

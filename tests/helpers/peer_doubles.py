@@ -76,6 +76,11 @@ class MemoryResidency:
     def resident_keys(self, tier: Tier) -> Keys:
         return as_keys(self.resident[tier])
 
+    def scan_keys(self, tier: Tier) -> Iterator[Keys]:
+        keys = sorted(self.resident[tier])
+        for start in range(0, len(keys), 16):
+            yield as_keys({*keys[start : start + 16]} & self.resident[tier])
+
     def digests(self) -> tuple[TierDigest, ...]:
         return tuple(
             TierDigest(tier, len(keys), xor_of(keys)) for tier, keys in self.resident.items()

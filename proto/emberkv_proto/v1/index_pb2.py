@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from emberkv_proto.v1 import common_pb2 as emberkv__proto_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1c\x65mberkv_proto/v1/index.proto\x12\nemberkv.v1\x1a\x1d\x65mberkv_proto/v1/common.proto\"<\n\x0c\x42locksStored\x12\x1e\n\x04tier\x18\x01 \x01(\x0e\x32\x10.emberkv.v1.Tier\x12\x0c\n\x04keys\x18\x02 \x01(\x0c\"=\n\rBlocksRemoved\x12\x1e\n\x04tier\x18\x01 \x01(\x0e\x32\x10.emberkv.v1.Tier\x12\x0c\n\x04keys\x18\x02 \x01(\x0c\"-\n\x0bTierCleared\x12\x1e\n\x04tier\x18\x01 \x01(\x0e\x32\x10.emberkv.v1.Tier\"\x95\x01\n\x05\x45vent\x12*\n\x06stored\x18\x01 \x01(\x0b\x32\x18.emberkv.v1.BlocksStoredH\x00\x12,\n\x07removed\x18\x02 \x01(\x0b\x32\x19.emberkv.v1.BlocksRemovedH\x00\x12*\n\x07\x63leared\x18\x03 \x01(\x0b\x32\x17.emberkv.v1.TierClearedH\x00\x42\x06\n\x04kind\"\x83\x01\n\nEventBatch\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x11\n\tseq_first\x18\x03 \x01(\x04\x12!\n\x06\x65vents\x18\x04 \x03(\x0b\x32\x11.emberkv.v1.Event\x12\x19\n\x11sent_unix_seconds\x18\x05 \x01(\x01\"u\n\nTierDigest\x12\x1e\n\x04tier\x18\x01 \x01(\x0e\x32\x10.emberkv.v1.Tier\x12\x0e\n\x06\x62locks\x18\x02 \x01(\x04\x12\x0b\n\x03xor\x18\x03 \x01(\x04\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x04 \x01(\x04\x12\x12\n\nused_bytes\x18\x05 \x01(\x04\"\xcf\x01\n\nNodeReport\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x0b\n\x03seq\x18\x03 \x01(\x04\x12\r\n\x05state\x18\x04 \x01(\t\x12%\n\x05tiers\x18\x05 \x03(\x0b\x32\x16.emberkv.v1.TierDigest\x12\'\n\x07\x65ngines\x18\x06 \x03(\x0b\x32\x16.emberkv.v1.EngineInfo\x12\x14\n\x0cgrpc_address\x18\x07 \x01(\t\x12\x19\n\x11sent_unix_seconds\x18\x08 \x01(\x01\"C\n\x0eSnapshotNeeded\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\x12\x0b\n\x03seq\x18\x02 \x01(\x04\x12\x0f\n\x07node_id\x18\x03 \x01(\t\"M\n\x10SubscribeRequest\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\x12\x10\n\x08\x66rom_seq\x18\x02 \x01(\x04\x12\x12\n\nsubscriber\x18\x03 \x01(\t\"\xa0\x01\n\x0c\x45ventMessage\x12\'\n\x05\x62\x61tch\x18\x01 \x01(\x0b\x32\x16.emberkv.v1.EventBatchH\x00\x12(\n\x06report\x18\x02 \x01(\x0b\x32\x16.emberkv.v1.NodeReportH\x00\x12\x35\n\x0fsnapshot_needed\x18\x03 \x01(\x0b\x32\x1a.emberkv.v1.SnapshotNeededH\x00\x42\x06\n\x04kind\"\x11\n\x0fSnapshotRequest\"\x80\x01\n\x0cSnapshotPage\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x0b\n\x03seq\x18\x03 \x01(\x04\x12\x1e\n\x04tier\x18\x04 \x01(\x0e\x32\x10.emberkv.v1.Tier\x12\x0c\n\x04keys\x18\x05 \x01(\x0c\x12\x0f\n\x07is_last\x18\x06 \x01(\x08\"\x1c\n\x0cQueryRequest\x12\x0c\n\x04keys\x18\x01 \x01(\x0c\"W\n\x07NodeHit\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x12\n\nhit_blocks\x18\x02 \x01(\r\x12\x13\n\x0b\x64ram_blocks\x18\x03 \x01(\r\x12\x12\n\nssd_blocks\x18\x04 \x01(\r\"\x9e\x01\n\tEngineHit\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x0f\n\x07\x64p_rank\x18\x02 \x01(\r\x12\x0b\n\x03url\x18\x03 \x01(\t\x12\x0f\n\x07node_id\x18\x04 \x01(\t\x12\x12\n\nhit_blocks\x18\x05 \x01(\r\x12\x12\n\nhbm_blocks\x18\x06 \x01(\r\x12\x13\n\x0b\x64ram_blocks\x18\x07 \x01(\r\x12\x12\n\nssd_blocks\x18\x08 \x01(\r\"Z\n\rQueryResponse\x12!\n\x04hits\x18\x01 \x03(\x0b\x32\x13.emberkv.v1.NodeHit\x12&\n\x07\x65ngines\x18\x02 \x03(\x0b\x32\x15.emberkv.v1.EngineHit\"\x0e\n\x0cNodesRequest\"\xfc\x01\n\tNodeState\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x0b\n\x03seq\x18\x03 \x01(\x04\x12\r\n\x05state\x18\x04 \x01(\t\x12\x11\n\texactness\x18\x05 \x01(\t\x12\x14\n\x0cgrpc_address\x18\x06 \x01(\t\x12%\n\x05tiers\x18\x07 \x03(\x0b\x32\x16.emberkv.v1.TierDigest\x12\'\n\x07\x65ngines\x18\x08 \x03(\x0b\x32\x16.emberkv.v1.EngineInfo\x12\x13\n\x0blag_seconds\x18\t \x01(\x01\x12\x0c\n\x04gaps\x18\n \x01(\x04\x12\x11\n\tsnapshots\x18\x0b \x01(\x04\"5\n\rNodesResponse\x12$\n\x05nodes\x18\x01 \x03(\x0b\x32\x15.emberkv.v1.NodeState\"\x0e\n\x0cWatchRequest\"X\n\rWatchResponse\x12\x10\n\x08is_whole\x18\x01 \x01(\x08\x12$\n\x05nodes\x18\x02 \x03(\x0b\x32\x15.emberkv.v1.NodeState\x12\x0f\n\x07removed\x18\x03 \x03(\t\"\x1f\n\x0b\x43opyRequest\x12\x10\n\x08node_ids\x18\x01 \x03(\t2\x94\x01\n\x06\x45vents\x12\x45\n\tSubscribe\x12\x1c.emberkv.v1.SubscribeRequest\x1a\x18.emberkv.v1.EventMessage0\x01\x12\x43\n\x08Snapshot\x12\x1b.emberkv.v1.SnapshotRequest\x1a\x18.emberkv.v1.SnapshotPage0\x01\x32\x84\x02\n\x05Index\x12<\n\x05Query\x12\x18.emberkv.v1.QueryRequest\x1a\x19.emberkv.v1.QueryResponse\x12<\n\x05Nodes\x12\x18.emberkv.v1.NodesRequest\x1a\x19.emberkv.v1.NodesResponse\x12>\n\x05Watch\x12\x18.emberkv.v1.WatchRequest\x1a\x19.emberkv.v1.WatchResponse0\x01\x12?\n\x08Snapshot\x12\x17.emberkv.v1.CopyRequest\x1a\x18.emberkv.v1.SnapshotPage0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1c\x65mberkv_proto/v1/index.proto\x12\nemberkv.v1\x1a\x1d\x65mberkv_proto/v1/common.proto\"<\n\x0c\x42locksStored\x12\x1e\n\x04tier\x18\x01 \x01(\x0e\x32\x10.emberkv.v1.Tier\x12\x0c\n\x04keys\x18\x02 \x01(\x0c\"=\n\rBlocksRemoved\x12\x1e\n\x04tier\x18\x01 \x01(\x0e\x32\x10.emberkv.v1.Tier\x12\x0c\n\x04keys\x18\x02 \x01(\x0c\"-\n\x0bTierCleared\x12\x1e\n\x04tier\x18\x01 \x01(\x0e\x32\x10.emberkv.v1.Tier\"\x95\x01\n\x05\x45vent\x12*\n\x06stored\x18\x01 \x01(\x0b\x32\x18.emberkv.v1.BlocksStoredH\x00\x12,\n\x07removed\x18\x02 \x01(\x0b\x32\x19.emberkv.v1.BlocksRemovedH\x00\x12*\n\x07\x63leared\x18\x03 \x01(\x0b\x32\x17.emberkv.v1.TierClearedH\x00\x42\x06\n\x04kind\"\x83\x01\n\nEventBatch\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x11\n\tseq_first\x18\x03 \x01(\x04\x12!\n\x06\x65vents\x18\x04 \x03(\x0b\x32\x11.emberkv.v1.Event\x12\x19\n\x11sent_unix_seconds\x18\x05 \x01(\x01\"u\n\nTierDigest\x12\x1e\n\x04tier\x18\x01 \x01(\x0e\x32\x10.emberkv.v1.Tier\x12\x0e\n\x06\x62locks\x18\x02 \x01(\x04\x12\x0b\n\x03xor\x18\x03 \x01(\x04\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x04 \x01(\x04\x12\x12\n\nused_bytes\x18\x05 \x01(\x04\"\xfc\x01\n\nNodeReport\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x0b\n\x03seq\x18\x03 \x01(\x04\x12\r\n\x05state\x18\x04 \x01(\t\x12%\n\x05tiers\x18\x05 \x03(\x0b\x32\x16.emberkv.v1.TierDigest\x12\'\n\x07\x65ngines\x18\x06 \x03(\x0b\x32\x16.emberkv.v1.EngineInfo\x12\x14\n\x0cgrpc_address\x18\x07 \x01(\t\x12\x19\n\x11sent_unix_seconds\x18\x08 \x01(\x01\x12+\n\x0b\x62ucket_xors\x18\t \x03(\x0b\x32\x16.emberkv.v1.BucketXors\":\n\nBucketXors\x12\x1e\n\x04tier\x18\x01 \x01(\x0e\x32\x10.emberkv.v1.Tier\x12\x0c\n\x04xors\x18\x02 \x01(\x0c\"?\n\x0c\x42ucketChoice\x12\x1e\n\x04tier\x18\x01 \x01(\x0e\x32\x10.emberkv.v1.Tier\x12\x0f\n\x07\x62uckets\x18\x02 \x01(\x0c\"}\n\nBucketRows\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x0b\n\x03seq\x18\x03 \x01(\x04\x12\x1e\n\x04tier\x18\x04 \x01(\x0e\x32\x10.emberkv.v1.Tier\x12\x0e\n\x06\x62ucket\x18\x05 \x01(\r\x12\x0c\n\x04keys\x18\x06 \x01(\x0c\"C\n\x0eSnapshotNeeded\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\x12\x0b\n\x03seq\x18\x02 \x01(\x04\x12\x0f\n\x07node_id\x18\x03 \x01(\t\"\x93\x01\n\x10SubscribeRequest\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\x12\x10\n\x08\x66rom_seq\x18\x02 \x01(\x04\x12\x12\n\nsubscriber\x18\x03 \x01(\t\x12\x19\n\x11wants_bucket_xors\x18\x04 \x01(\x08\x12)\n\x07\x62uckets\x18\x05 \x03(\x0b\x32\x18.emberkv.v1.BucketChoice\"\xcf\x01\n\x0c\x45ventMessage\x12\'\n\x05\x62\x61tch\x18\x01 \x01(\x0b\x32\x16.emberkv.v1.EventBatchH\x00\x12(\n\x06report\x18\x02 \x01(\x0b\x32\x16.emberkv.v1.NodeReportH\x00\x12\x35\n\x0fsnapshot_needed\x18\x03 \x01(\x0b\x32\x1a.emberkv.v1.SnapshotNeededH\x00\x12-\n\x0b\x62ucket_rows\x18\x04 \x01(\x0b\x32\x16.emberkv.v1.BucketRowsH\x00\x42\x06\n\x04kind\"\x11\n\x0fSnapshotRequest\"\x80\x01\n\x0cSnapshotPage\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x0b\n\x03seq\x18\x03 \x01(\x04\x12\x1e\n\x04tier\x18\x04 \x01(\x0e\x32\x10.emberkv.v1.Tier\x12\x0c\n\x04keys\x18\x05 \x01(\x0c\x12\x0f\n\x07is_last\x18\x06 \x01(\x08\"\x1c\n\x0cQueryRequest\x12\x0c\n\x04keys\x18\x01 \x01(\x0c\"W\n\x07NodeHit\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x12\n\nhit_blocks\x18\x02 \x01(\r\x12\x13\n\x0b\x64ram_blocks\x18\x03 \x01(\r\x12\x12\n\nssd_blocks\x18\x04 \x01(\r\"\x9e\x01\n\tEngineHit\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x0f\n\x07\x64p_rank\x18\x02 \x01(\r\x12\x0b\n\x03url\x18\x03 \x01(\t\x12\x0f\n\x07node_id\x18\x04 \x01(\t\x12\x12\n\nhit_blocks\x18\x05 \x01(\r\x12\x12\n\nhbm_blocks\x18\x06 \x01(\r\x12\x13\n\x0b\x64ram_blocks\x18\x07 \x01(\r\x12\x12\n\nssd_blocks\x18\x08 \x01(\r\"Z\n\rQueryResponse\x12!\n\x04hits\x18\x01 \x03(\x0b\x32\x13.emberkv.v1.NodeHit\x12&\n\x07\x65ngines\x18\x02 \x03(\x0b\x32\x15.emberkv.v1.EngineHit\"\x0e\n\x0cNodesRequest\"\xfc\x01\n\tNodeState\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x0b\n\x03seq\x18\x03 \x01(\x04\x12\r\n\x05state\x18\x04 \x01(\t\x12\x11\n\texactness\x18\x05 \x01(\t\x12\x14\n\x0cgrpc_address\x18\x06 \x01(\t\x12%\n\x05tiers\x18\x07 \x03(\x0b\x32\x16.emberkv.v1.TierDigest\x12\'\n\x07\x65ngines\x18\x08 \x03(\x0b\x32\x16.emberkv.v1.EngineInfo\x12\x13\n\x0blag_seconds\x18\t \x01(\x01\x12\x0c\n\x04gaps\x18\n \x01(\x04\x12\x11\n\tsnapshots\x18\x0b \x01(\x04\"5\n\rNodesResponse\x12$\n\x05nodes\x18\x01 \x03(\x0b\x32\x15.emberkv.v1.NodeState\"\x0e\n\x0cWatchRequest\"X\n\rWatchResponse\x12\x10\n\x08is_whole\x18\x01 \x01(\x08\x12$\n\x05nodes\x18\x02 \x03(\x0b\x32\x15.emberkv.v1.NodeState\x12\x0f\n\x07removed\x18\x03 \x03(\t\"\x1f\n\x0b\x43opyRequest\x12\x10\n\x08node_ids\x18\x01 \x03(\t2\x94\x01\n\x06\x45vents\x12\x45\n\tSubscribe\x12\x1c.emberkv.v1.SubscribeRequest\x1a\x18.emberkv.v1.EventMessage0\x01\x12\x43\n\x08Snapshot\x12\x1b.emberkv.v1.SnapshotRequest\x1a\x18.emberkv.v1.SnapshotPage0\x01\x32\x84\x02\n\x05Index\x12<\n\x05Query\x12\x18.emberkv.v1.QueryRequest\x1a\x19.emberkv.v1.QueryResponse\x12<\n\x05Nodes\x12\x18.emberkv.v1.NodesRequest\x1a\x19.emberkv.v1.NodesResponse\x12>\n\x05Watch\x12\x18.emberkv.v1.WatchRequest\x1a\x19.emberkv.v1.WatchResponse0\x01\x12?\n\x08Snapshot\x12\x17.emberkv.v1.CopyRequest\x1a\x18.emberkv.v1.SnapshotPage0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -45,39 +45,45 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TIERDIGEST']._serialized_start=533
   _globals['_TIERDIGEST']._serialized_end=650
   _globals['_NODEREPORT']._serialized_start=653
-  _globals['_NODEREPORT']._serialized_end=860
-  _globals['_SNAPSHOTNEEDED']._serialized_start=862
-  _globals['_SNAPSHOTNEEDED']._serialized_end=929
-  _globals['_SUBSCRIBEREQUEST']._serialized_start=931
-  _globals['_SUBSCRIBEREQUEST']._serialized_end=1008
-  _globals['_EVENTMESSAGE']._serialized_start=1011
-  _globals['_EVENTMESSAGE']._serialized_end=1171
-  _globals['_SNAPSHOTREQUEST']._serialized_start=1173
-  _globals['_SNAPSHOTREQUEST']._serialized_end=1190
-  _globals['_SNAPSHOTPAGE']._serialized_start=1193
-  _globals['_SNAPSHOTPAGE']._serialized_end=1321
-  _globals['_QUERYREQUEST']._serialized_start=1323
-  _globals['_QUERYREQUEST']._serialized_end=1351
-  _globals['_NODEHIT']._serialized_start=1353
-  _globals['_NODEHIT']._serialized_end=1440
-  _globals['_ENGINEHIT']._serialized_start=1443
-  _globals['_ENGINEHIT']._serialized_end=1601
-  _globals['_QUERYRESPONSE']._serialized_start=1603
-  _globals['_QUERYRESPONSE']._serialized_end=1693
-  _globals['_NODESREQUEST']._serialized_start=1695
-  _globals['_NODESREQUEST']._serialized_end=1709
-  _globals['_NODESTATE']._serialized_start=1712
-  _globals['_NODESTATE']._serialized_end=1964
-  _globals['_NODESRESPONSE']._serialized_start=1966
-  _globals['_NODESRESPONSE']._serialized_end=2019
-  _globals['_WATCHREQUEST']._serialized_start=2021
-  _globals['_WATCHREQUEST']._serialized_end=2035
-  _globals['_WATCHRESPONSE']._serialized_start=2037
-  _globals['_WATCHRESPONSE']._serialized_end=2125
-  _globals['_COPYREQUEST']._serialized_start=2127
-  _globals['_COPYREQUEST']._serialized_end=2158
-  _globals['_EVENTS']._serialized_start=2161
-  _globals['_EVENTS']._serialized_end=2309
-  _globals['_INDEX']._serialized_start=2312
-  _globals['_INDEX']._serialized_end=2572
+  _globals['_NODEREPORT']._serialized_end=905
+  _globals['_BUCKETXORS']._serialized_start=907
+  _globals['_BUCKETXORS']._serialized_end=965
+  _globals['_BUCKETCHOICE']._serialized_start=967
+  _globals['_BUCKETCHOICE']._serialized_end=1030
+  _globals['_BUCKETROWS']._serialized_start=1032
+  _globals['_BUCKETROWS']._serialized_end=1157
+  _globals['_SNAPSHOTNEEDED']._serialized_start=1159
+  _globals['_SNAPSHOTNEEDED']._serialized_end=1226
+  _globals['_SUBSCRIBEREQUEST']._serialized_start=1229
+  _globals['_SUBSCRIBEREQUEST']._serialized_end=1376
+  _globals['_EVENTMESSAGE']._serialized_start=1379
+  _globals['_EVENTMESSAGE']._serialized_end=1586
+  _globals['_SNAPSHOTREQUEST']._serialized_start=1588
+  _globals['_SNAPSHOTREQUEST']._serialized_end=1605
+  _globals['_SNAPSHOTPAGE']._serialized_start=1608
+  _globals['_SNAPSHOTPAGE']._serialized_end=1736
+  _globals['_QUERYREQUEST']._serialized_start=1738
+  _globals['_QUERYREQUEST']._serialized_end=1766
+  _globals['_NODEHIT']._serialized_start=1768
+  _globals['_NODEHIT']._serialized_end=1855
+  _globals['_ENGINEHIT']._serialized_start=1858
+  _globals['_ENGINEHIT']._serialized_end=2016
+  _globals['_QUERYRESPONSE']._serialized_start=2018
+  _globals['_QUERYRESPONSE']._serialized_end=2108
+  _globals['_NODESREQUEST']._serialized_start=2110
+  _globals['_NODESREQUEST']._serialized_end=2124
+  _globals['_NODESTATE']._serialized_start=2127
+  _globals['_NODESTATE']._serialized_end=2379
+  _globals['_NODESRESPONSE']._serialized_start=2381
+  _globals['_NODESRESPONSE']._serialized_end=2434
+  _globals['_WATCHREQUEST']._serialized_start=2436
+  _globals['_WATCHREQUEST']._serialized_end=2450
+  _globals['_WATCHRESPONSE']._serialized_start=2452
+  _globals['_WATCHRESPONSE']._serialized_end=2540
+  _globals['_COPYREQUEST']._serialized_start=2542
+  _globals['_COPYREQUEST']._serialized_end=2573
+  _globals['_EVENTS']._serialized_start=2576
+  _globals['_EVENTS']._serialized_end=2724
+  _globals['_INDEX']._serialized_start=2727
+  _globals['_INDEX']._serialized_end=2987
 # @@protoc_insertion_point(module_scope)

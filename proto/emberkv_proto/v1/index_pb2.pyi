@@ -67,7 +67,7 @@ class TierDigest(_message.Message):
     def __init__(self, tier: _Optional[_Union[_common_pb2.Tier, str]] = ..., blocks: _Optional[int] = ..., xor: _Optional[int] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ...) -> None: ...
 
 class NodeReport(_message.Message):
-    __slots__ = ("node_id", "incarnation", "seq", "state", "tiers", "engines", "grpc_address", "sent_unix_seconds")
+    __slots__ = ("node_id", "incarnation", "seq", "state", "tiers", "engines", "grpc_address", "sent_unix_seconds", "bucket_xors")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     SEQ_FIELD_NUMBER: _ClassVar[int]
@@ -76,6 +76,7 @@ class NodeReport(_message.Message):
     ENGINES_FIELD_NUMBER: _ClassVar[int]
     GRPC_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     SENT_UNIX_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    BUCKET_XORS_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     incarnation: int
     seq: int
@@ -84,7 +85,40 @@ class NodeReport(_message.Message):
     engines: _containers.RepeatedCompositeFieldContainer[_common_pb2.EngineInfo]
     grpc_address: str
     sent_unix_seconds: float
-    def __init__(self, node_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., seq: _Optional[int] = ..., state: _Optional[str] = ..., tiers: _Optional[_Iterable[_Union[TierDigest, _Mapping]]] = ..., engines: _Optional[_Iterable[_Union[_common_pb2.EngineInfo, _Mapping]]] = ..., grpc_address: _Optional[str] = ..., sent_unix_seconds: _Optional[float] = ...) -> None: ...
+    bucket_xors: _containers.RepeatedCompositeFieldContainer[BucketXors]
+    def __init__(self, node_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., seq: _Optional[int] = ..., state: _Optional[str] = ..., tiers: _Optional[_Iterable[_Union[TierDigest, _Mapping]]] = ..., engines: _Optional[_Iterable[_Union[_common_pb2.EngineInfo, _Mapping]]] = ..., grpc_address: _Optional[str] = ..., sent_unix_seconds: _Optional[float] = ..., bucket_xors: _Optional[_Iterable[_Union[BucketXors, _Mapping]]] = ...) -> None: ...
+
+class BucketXors(_message.Message):
+    __slots__ = ("tier", "xors")
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    XORS_FIELD_NUMBER: _ClassVar[int]
+    tier: _common_pb2.Tier
+    xors: bytes
+    def __init__(self, tier: _Optional[_Union[_common_pb2.Tier, str]] = ..., xors: _Optional[bytes] = ...) -> None: ...
+
+class BucketChoice(_message.Message):
+    __slots__ = ("tier", "buckets")
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    BUCKETS_FIELD_NUMBER: _ClassVar[int]
+    tier: _common_pb2.Tier
+    buckets: bytes
+    def __init__(self, tier: _Optional[_Union[_common_pb2.Tier, str]] = ..., buckets: _Optional[bytes] = ...) -> None: ...
+
+class BucketRows(_message.Message):
+    __slots__ = ("node_id", "incarnation", "seq", "tier", "bucket", "keys")
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    SEQ_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    BUCKET_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    node_id: str
+    incarnation: int
+    seq: int
+    tier: _common_pb2.Tier
+    bucket: int
+    keys: bytes
+    def __init__(self, node_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., seq: _Optional[int] = ..., tier: _Optional[_Union[_common_pb2.Tier, str]] = ..., bucket: _Optional[int] = ..., keys: _Optional[bytes] = ...) -> None: ...
 
 class SnapshotNeeded(_message.Message):
     __slots__ = ("incarnation", "seq", "node_id")
@@ -97,24 +131,30 @@ class SnapshotNeeded(_message.Message):
     def __init__(self, incarnation: _Optional[int] = ..., seq: _Optional[int] = ..., node_id: _Optional[str] = ...) -> None: ...
 
 class SubscribeRequest(_message.Message):
-    __slots__ = ("incarnation", "from_seq", "subscriber")
+    __slots__ = ("incarnation", "from_seq", "subscriber", "wants_bucket_xors", "buckets")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     FROM_SEQ_FIELD_NUMBER: _ClassVar[int]
     SUBSCRIBER_FIELD_NUMBER: _ClassVar[int]
+    WANTS_BUCKET_XORS_FIELD_NUMBER: _ClassVar[int]
+    BUCKETS_FIELD_NUMBER: _ClassVar[int]
     incarnation: int
     from_seq: int
     subscriber: str
-    def __init__(self, incarnation: _Optional[int] = ..., from_seq: _Optional[int] = ..., subscriber: _Optional[str] = ...) -> None: ...
+    wants_bucket_xors: bool
+    buckets: _containers.RepeatedCompositeFieldContainer[BucketChoice]
+    def __init__(self, incarnation: _Optional[int] = ..., from_seq: _Optional[int] = ..., subscriber: _Optional[str] = ..., wants_bucket_xors: bool = ..., buckets: _Optional[_Iterable[_Union[BucketChoice, _Mapping]]] = ...) -> None: ...
 
 class EventMessage(_message.Message):
-    __slots__ = ("batch", "report", "snapshot_needed")
+    __slots__ = ("batch", "report", "snapshot_needed", "bucket_rows")
     BATCH_FIELD_NUMBER: _ClassVar[int]
     REPORT_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_NEEDED_FIELD_NUMBER: _ClassVar[int]
+    BUCKET_ROWS_FIELD_NUMBER: _ClassVar[int]
     batch: EventBatch
     report: NodeReport
     snapshot_needed: SnapshotNeeded
-    def __init__(self, batch: _Optional[_Union[EventBatch, _Mapping]] = ..., report: _Optional[_Union[NodeReport, _Mapping]] = ..., snapshot_needed: _Optional[_Union[SnapshotNeeded, _Mapping]] = ...) -> None: ...
+    bucket_rows: BucketRows
+    def __init__(self, batch: _Optional[_Union[EventBatch, _Mapping]] = ..., report: _Optional[_Union[NodeReport, _Mapping]] = ..., snapshot_needed: _Optional[_Union[SnapshotNeeded, _Mapping]] = ..., bucket_rows: _Optional[_Union[BucketRows, _Mapping]] = ...) -> None: ...
 
 class SnapshotRequest(_message.Message):
     __slots__ = ()

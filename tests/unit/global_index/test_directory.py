@@ -7,13 +7,13 @@ from collections.abc import Iterator
 import pytest
 
 from emberkv_proto.errors import InvalidRequestError
-from emberkv_proto.types import IndexKey, NodeHit, NodeId, Tier
+from emberkv_proto.types import BucketChoice, IndexKey, NodeHit, NodeId, Tier
 from global_index.directory import NodeDirectory, StreamStep
 from global_index.index import BlockIndex, Holder
 from global_index.ingest import Exactness
 from global_index.membership import Liveness, Membership
 from global_index.memory_index import MemoryIndex
-from tests.helpers.model_daemon import ModelDaemon, as_keys
+from tests.helpers.model_daemon import ModelDaemon, as_keys, bucket_of
 
 CHAIN = as_keys(range(1, 21))
 
@@ -144,10 +144,29 @@ def test_silent_drift_is_found_by_digest_and_repaired(
     model = daemon("a", range(1, 6))
     feed(directory, "a:1", model)
     index.apply_removed(Holder(0), Tier.DRAM, as_keys([3]))
-    assert directory.on_report("a:1", model.report(), 1.0, 1.0) is StreamStep.SNAPSHOT
-    snapshot(directory, "a:1", model, 1.0)
+    index.apply_stored(Holder(0), Tier.SSD, as_keys([8]))
+    assert directory.on_report("a:1", model.report(), 1.0, 1.0) is StreamStep.RESUBSCRIBE
+    assert directory.query(CHAIN)[0].hit_blocks == 2, "queries are answered meanwhile"
+    assert directory.position("a:1").wants_bucket_xors
+    directory.on_stream_started("a:1")
+    step = directory.on_report("a:1", model.report(with_xors=True), 1.0, 1.0)
+    while step is StreamStep.COMPARE:
+        step = directory.compare("a:1", 1.0)
+    assert step is StreamStep.RESUBSCRIBE
+    choices = directory.position("a:1").buckets
+    assert choices == (
+        BucketChoice(Tier.DRAM, (bucket_of(3),)),
+        BucketChoice(Tier.SSD, (bucket_of(8),)),
+    )
+    directory.on_stream_started("a:1")
+    for rows in model.bucket_rows(choices):
+        directory.on_bucket_rows("a:1", rows, 1.0)
     assert directory.query(CHAIN)[0].hit_blocks == 5
-    assert directory.nodes(1.0)[0].counts.digest_mismatches == 1
+    assert index.digest(Holder(0), Tier.SSD).blocks == 0
+    (view,) = directory.nodes(1.0)
+    assert view.exactness is Exactness.EXACT
+    assert (view.counts.digest_mismatches, view.counts.bucket_repairs) == (1, 1)
+    assert view.counts.snapshots == 0
 
 
 def test_rows_of_a_dead_life_are_gone_after_the_swap(

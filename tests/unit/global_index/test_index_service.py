@@ -18,12 +18,12 @@ from emberkv_proto.types import EngineInfo, NamespaceId, NodeHit, NodeId, Tier
 from emberkv_proto.v1 import index_pb2, index_pb2_grpc
 from global_index.app import serve
 from global_index.config import IndexSection, IndexSettings
-from global_index.directory import NodeView
 from global_index.embedded import GlobalIndex
 from global_index.ingest import Exactness
 from global_index.membership import Liveness
 from global_index.metrics import IndexMetrics
 from global_index.service import start_server
+from global_index.views import NodeView
 from tests.helpers.model_daemon import ModelDaemon, ModelServer, as_keys
 
 CHAIN = as_keys(range(1, 201))
@@ -280,3 +280,28 @@ async def test_served_alone_it_has_metrics_health_and_ends_when_told(
         stop.set()
         async with aio.timeout(10):
             await task
+
+
+async def drift(index: GlobalIndex, server: ModelServer) -> None:
+    (node,) = index._directory._nodes.values()
+    assert node.visible is not None
+    index._index.apply_removed(node.visible.holder, Tier.DRAM, as_keys([5]))
+    assert index.query(CHAIN)[0].hit_blocks == 150, "SSD has it too"
+    assert not is_exact(index, server)
+
+
+async def test_row_that_vanished_is_brought_back_by_its_bucket(server: ModelServer) -> None:
+    async with following(server) as index:
+        await until(lambda: is_exact(index, server))
+        await drift(index, server)
+        await until(lambda: is_exact(index, server))
+        assert (server.snapshots, server.sent_buckets) == (1, 1)
+
+
+async def test_older_daemon_repairs_by_a_snapshot(server: ModelServer) -> None:
+    server.knows_buckets = False
+    async with following(server) as index:
+        await until(lambda: is_exact(index, server))
+        await drift(index, server)
+        await until(lambda: is_exact(index, server))
+        assert (server.snapshots, server.sent_buckets) == (2, 0)

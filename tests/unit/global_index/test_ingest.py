@@ -3,26 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
-from emberkv_proto.events import BlocksStored, EventBatch, SnapshotNeeded, SnapshotPage
-from emberkv_proto.types import Incarnation, NodeId, NodeReport, Seq, Tier, TierDigest
-from global_index.ingest import (
-    REPAIR_FIRST_SECONDS,
+from emberkv_proto.buckets import BUCKETS, MOST_REPAIRED
+from emberkv_proto.events import (
+    BlocksStored,
+    BucketRows,
+    EventBatch,
+    SnapshotNeeded,
+    SnapshotPage,
+)
+from emberkv_proto.types import (
+    BucketChoice,
+    BucketXors,
+    Incarnation,
+    NodeId,
+    NodeReport,
+    Seq,
+    Tier,
+    TierDigest,
+)
+from global_index.actions import (
     Action,
     Apply,
+    CompareBuckets,
     DropGeneration,
-    Exactness,
     FetchSnapshot,
     GenerationId,
-    Ingest,
     OpenGeneration,
-    Position,
+    ReplaceBucket,
     Resume,
     Swap,
 )
-from tests.helpers.model_daemon import as_keys
+from global_index.bucket_repair import BUCKET_REPAIR_SECONDS
+from global_index.ingest import REPAIR_FIRST_SECONDS, Exactness, Ingest, Position
+from tests.helpers.model_daemon import as_keys, bucket_of
 
 NODE = NodeId("n1")
 FIRST, SECOND = GenerationId(1), GenerationId(2)
@@ -153,14 +170,18 @@ def test_swallowed_event_is_found_by_the_digest_and_repaired_without_a_loop(
     ingest: Ingest,
 ) -> None:
     ingest.on_batch(batch(1, 2), 0.0)
-    now, fetches = 0.0, []
+    now, fetches, resumes = 0.0, [], 0
     while now < 3600.0:  # the daemon's digest never agrees: a fault that no snapshot mends
         now += 1.0
-        if FetchSnapshot() in ingest.on_report(report(2, blocks=9), EMPTY, now):
+        actions = ingest.on_report(report(2, blocks=9), EMPTY, now)
+        if Resume() in actions:  # the buckets are compared once, and cannot be had
+            resumes += 1
+            ingest.on_stream_started()
+        if FetchSnapshot() in actions:
             fetches.append(now)
             ingest.on_snapshot_started()
             ingest.on_page(page(2), now)
-    assert fetches[0] == 1.0
+    assert (resumes, fetches[0]) == (1, 2.0)
     assert fetches[1] - fetches[0] >= REPAIR_FIRST_SECONDS
     assert 10 <= len(fetches) <= 20
     assert ingest.counts.digest_mismatches == len(fetches) or ingest.counts.digest_mismatches == (
@@ -220,3 +241,134 @@ def test_empty_node_is_exact_at_once(ingest: Ingest) -> None:
 def test_incarnation_below_one_is_refused(ingest: Ingest, life: int) -> None:
     assert ingest.on_batch(batch(1, 1, life=life), 0.0) == []
     assert ingest.counts.stale == 1
+
+
+def xors(*keys: int) -> tuple[BucketXors, ...]:
+    """What buckets add up to on a node that has these blocks in DRAM."""
+    sums = [0] * BUCKETS
+    for key in keys:
+        sums[bucket_of(key)] ^= key
+    return (BucketXors(Tier.DRAM, tuple(sums)), BucketXors(Tier.SSD, (0,) * BUCKETS))
+
+
+def rows(seq: int, *keys: int, life: int = 1) -> BucketRows:
+    """One bucket's, of a node that has these blocks there."""
+    return BucketRows(
+        NODE, Incarnation(life), Seq(seq), Tier.DRAM, bucket_of(keys[0]), as_keys(keys)
+    )
+
+
+def differ(ingest: Ingest, *buckets: int) -> list[Action]:
+    """Take it to where these buckets are known to differ, at event 2."""
+    ingest.on_batch(batch(1, 2), 0.0)
+    assert ingest.on_report(report(2, blocks=9), EMPTY, 1.0) == [Resume()]
+    assert ingest.position() == Position(Incarnation(1), Seq(3), wants_bucket_xors=True)
+    ingest.on_stream_started()
+    told = replace(report(2, blocks=9), bucket_xors=xors(1, 2, 3))
+    assert ingest.on_report(told, EMPTY, 1.0) == [CompareBuckets(FIRST, told.bucket_xors)]
+    choices = (BucketChoice(Tier.DRAM, tuple(sorted(buckets))),) if buckets else ()
+    return ingest.on_compared(FIRST, Seq(2), choices, 1.0)
+
+
+def test_mismatch_asks_for_bucket_sums_and_then_for_the_rows_of_those_that_differ(
+    ingest: Ingest,
+) -> None:
+    wanted = (bucket_of(3), bucket_of(4))
+    assert differ(ingest, *wanted) == [Resume()]
+    assert ingest.exactness is Exactness.DEGRADED
+    assert ingest.position() == Position(
+        Incarnation(1), Seq(3), buckets=(BucketChoice(Tier.DRAM, tuple(sorted(wanted))),)
+    )
+    ingest.on_stream_started()
+    assert applied(ingest.on_batch(batch(3, 5), 2.0)) == [3, 4, 5]
+    (first,) = ingest.on_bucket_rows(rows(5, 3), 2.0)
+    assert isinstance(first, ReplaceBucket)
+    assert (first.generation, first.bucket, first.keys.tolist()) == (FIRST, bucket_of(3), [3])
+    assert ingest.position().buckets == (BucketChoice(Tier.DRAM, (bucket_of(4),)),)
+    ingest.on_bucket_rows(rows(5, 4), 2.0)
+    assert ingest.exactness is Exactness.EXACT
+    assert ingest.position() == Position(Incarnation(1), Seq(6))
+    assert (ingest.counts.bucket_repairs, ingest.counts.repaired_buckets) == (1, 2)
+    assert ingest.counts.snapshots == 0
+
+
+def test_buckets_that_did_not_mend_it_are_followed_by_a_snapshot(ingest: Ingest) -> None:
+    differ(ingest, bucket_of(3))
+    ingest.on_stream_started()
+    ingest.on_bucket_rows(rows(2, 3), 2.0)
+    assert ingest.on_report(report(2, blocks=9), EMPTY, 3.0) == [FetchSnapshot()]
+    assert ingest.counts.digest_mismatches == 2
+
+
+@pytest.mark.parametrize("differing", [(), tuple(range(MOST_REPAIRED + 1))])
+def test_too_many_or_no_buckets_that_differ_take_a_snapshot(
+    ingest: Ingest, differing: tuple[int, ...]
+) -> None:
+    assert differ(ingest, *differing) == [FetchSnapshot()]
+
+
+def test_older_daemon_that_says_nothing_of_buckets_is_asked_for_a_snapshot(
+    ingest: Ingest,
+) -> None:
+    ingest.on_batch(batch(1, 2), 0.0)
+    ingest.on_report(report(2, blocks=9), EMPTY, 1.0)
+    assert ingest.on_report(report(2, blocks=9), EMPTY, 1.0) == [], "the old stream's"
+    ingest.on_stream_started()
+    assert ingest.on_report(report(2, blocks=9), EMPTY, 1.0) == [FetchSnapshot()]
+
+
+def test_rows_that_changed_under_the_comparison_are_compared_again(ingest: Ingest) -> None:
+    ingest.on_batch(batch(1, 2), 0.0)
+    ingest.on_report(report(2, blocks=9), EMPTY, 1.0)
+    ingest.on_stream_started()
+    ingest.on_report(replace(report(2, blocks=9), bucket_xors=xors(1)), EMPTY, 1.0)
+    ingest.on_batch(batch(3, 3), 1.0)  # another stream of the same node
+    assert ingest.on_compared(FIRST, Seq(2), (BucketChoice(Tier.DRAM, (1,)),), 1.0) == [Resume()]
+    assert ingest.position() == Position(Incarnation(1), Seq(4), wants_bucket_xors=True)
+
+
+def test_comparison_whose_stream_broke_off_is_asked_for_again(ingest: Ingest) -> None:
+    ingest.on_batch(batch(1, 2), 0.0)
+    ingest.on_report(report(2, blocks=9), EMPTY, 1.0)
+    told = replace(report(2, blocks=9), bucket_xors=xors(1))
+    for _ in range(3):
+        assert ingest.position().wants_bucket_xors
+        ingest.on_stream_started()
+        assert ingest.on_report(told, EMPTY, 1.0) == [CompareBuckets(FIRST, told.bucket_xors)]
+
+
+def test_rows_out_of_stream_order_are_refused(ingest: Ingest) -> None:
+    differ(ingest, bucket_of(3))
+    ingest.on_stream_started()
+    assert ingest.on_bucket_rows(rows(4, 3), 2.0) == [Resume()], "events 3 and 4 are missing"
+    ingest.on_stream_started()
+    ingest.on_batch(batch(3, 5), 2.0)
+    assert ingest.on_bucket_rows(rows(4, 3), 2.0) == [], "event 5 is in the rows already"
+    assert ingest.on_bucket_rows(rows(5, 77), 2.0) == [], "nobody asked for that bucket"
+    assert ingest.counts.stale == 2
+    assert len(ingest.on_bucket_rows(rows(5, 3), 2.0)) == 1
+
+
+def test_rows_that_never_come_end_in_a_snapshot(ingest: Ingest) -> None:
+    differ(ingest, bucket_of(3))
+    ingest.on_stream_started()
+    late = 1.0 + BUCKET_REPAIR_SECONDS
+    assert ingest.on_report(report(2, blocks=9), EMPTY, late - 1) == []
+    assert ingest.on_report(report(2, blocks=9), EMPTY, late) == [FetchSnapshot()]
+
+
+def test_new_life_ends_the_repair_of_the_old_one(ingest: Ingest) -> None:
+    differ(ingest, bucket_of(3))
+    ingest.on_stream_started()
+    assert ingest.on_bucket_rows(rows(2, 3, life=2), 2.0) == [FetchSnapshot()]
+    assert ingest.position() == Position(Incarnation(1), Seq(3))
+    assert ingest.on_bucket_rows(rows(2, 3), 2.0) == []
+
+
+def test_audit_that_agrees_ends_the_repair(ingest: Ingest) -> None:
+    differ(ingest, bucket_of(3))
+    ingest.on_stream_started()
+    ingest.on_report(report(2), EMPTY, 2.0)
+    assert ingest.exactness is Exactness.EXACT
+    assert ingest.position() == Position(Incarnation(1), Seq(3))
+    assert ingest.on_report(report(2, blocks=9), EMPTY, 3.0) == [Resume()], "tried anew"

@@ -11,10 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emberkv_proto import convert
+from emberkv_proto.buckets import BUCKETS, MOST_REPAIRED, bucket_numbers
 from emberkv_proto.errors import InvalidRequestError
 from emberkv_proto.events import (
     BlocksRemoved,
     BlocksStored,
+    BucketRows,
     Event,
     EventBatch,
     SnapshotPage,
@@ -22,6 +24,8 @@ from emberkv_proto.events import (
 )
 from emberkv_proto.types import (
     BlockHash,
+    BucketChoice,
+    BucketXors,
     ChainHits,
     EngineHit,
     EngineInfo,
@@ -201,3 +205,58 @@ def test_an_engine_that_says_too_much_of_itself_is_refused() -> None:
     message.model = "m" * 2000
     with pytest.raises(InvalidRequestError, match="limit is 4096"):
         convert.engine_from_wire(message)
+
+
+def rows_of(bucket: int) -> BucketRows:
+    pool = np.random.default_rng(1).integers(1, 2**64, 5000, np.uint64)
+    keys = np.sort(pool[bucket_numbers(pool) == bucket])
+    assert keys.size > 3
+    return BucketRows(NodeId("a"), Incarnation(4), Seq(9), Tier.SSD, bucket, keys)
+
+
+def test_bucket_sums_ride_in_a_report_and_come_back() -> None:
+    sums = BucketXors(Tier.SSD, tuple(range(2**64 - BUCKETS, 2**64)))
+    report = replace(REPORT, bucket_xors=(sums,))
+    assert convert.report_from_wire(convert.report_to_wire(report)) == report
+    message = convert.report_to_wire(report)
+    message.bucket_xors[0].xors += b"\0" * 8
+    with pytest.raises(InvalidRequestError, match="bucket"):
+        convert.report_from_wire(message)
+
+
+@pytest.mark.parametrize("bucket", [0, 7, 255])
+def test_rows_of_a_bucket_come_back(bucket: int) -> None:
+    rows = rows_of(bucket)
+    back = convert.bucket_rows_from_wire(convert.bucket_rows_to_wire(rows))
+    assert back.keys.tolist() == rows.keys.tolist()
+    assert (back.node_id, back.incarnation, back.seq, back.tier, back.bucket) == (
+        rows.node_id,
+        rows.incarnation,
+        rows.seq,
+        rows.tier,
+        rows.bucket,
+    )
+
+
+@pytest.mark.parametrize("bucket", [8, 256, 2**32 - 1])
+def test_keys_of_another_bucket_are_refused(bucket: int) -> None:
+    message = convert.bucket_rows_to_wire(rows_of(7))
+    message.bucket = bucket
+    with pytest.raises(InvalidRequestError, match=str(bucket)):
+        convert.bucket_rows_from_wire(message)
+
+
+def test_choices_of_buckets_come_back_and_are_bounded() -> None:
+    choices = (BucketChoice(Tier.DRAM, (0, 9, 255)), BucketChoice(Tier.SSD, (3,)))
+    wire = [convert.bucket_choice_to_wire(choice) for choice in choices]
+    assert convert.bucket_choices_from_wire(wire) == choices
+    for wrong in (
+        [wire[0], wire[0]],
+        [index_pb2.BucketChoice(tier=2, buckets=b"\2\1")],
+        [index_pb2.BucketChoice(tier=2, buckets=b"\2\2")],
+        [index_pb2.BucketChoice(tier=2, buckets=bytes(range(MOST_REPAIRED + 1)))],
+        [index_pb2.BucketChoice(tier=9, buckets=b"\1")],
+        [*wire, *wire],
+    ):
+        with pytest.raises(InvalidRequestError):
+            convert.bucket_choices_from_wire(wrong)

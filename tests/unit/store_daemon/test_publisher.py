@@ -3,27 +3,42 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from client_sdk.aio import timeout
+from emberkv_proto.buckets import bucket_numbers
 from emberkv_proto.events import (
     BlocksRemoved,
     BlocksStored,
+    BucketRows,
     EventBatch,
     SnapshotNeeded,
     SnapshotPage,
     TierCleared,
 )
-from emberkv_proto.types import Incarnation, NodeId, NodeReport, Seq, Tier
+from emberkv_proto.types import (
+    BucketChoice,
+    BucketXors,
+    Incarnation,
+    NodeId,
+    NodeReport,
+    Seq,
+    Tier,
+)
+from store_daemon import publisher as publisher_module
 from store_daemon.publisher import (
     MAX_KEYS_PER_BATCH,
     MAX_KEYS_PER_PAGE,
+    MAX_SCANS,
     MAX_SNAPSHOTS,
+    BucketWish,
     NodeFacts,
     Published,
     Publisher,
@@ -77,6 +92,15 @@ class Follower:
                 held -= set(keys.tolist())
             case TierCleared():
                 held.clear()
+
+
+def random_keys(count: int) -> list[int]:
+    found: list[int] = np.random.default_rng(1).integers(1, 2**64, count, np.uint64).tolist()
+    return found
+
+
+def bucket_number(key: int) -> int:
+    return int(bucket_numbers(as_keys({key}))[0])
 
 
 def make(ring_events: int = 64, **options: float) -> tuple[Publisher, MemoryResidency]:
@@ -275,6 +299,113 @@ async def test_more_snapshots_than_allowed_wait_their_turn() -> None:
         assert len(await waiting) == 2
     for stream in held[1:]:
         await stream.aclose()
+
+
+async def test_rows_of_wished_buckets_come_in_stream_order_exact_at_their_seq() -> None:
+    publisher, residency = make(ring_events=4096)
+    universe = random_keys(600)
+    choose = random.Random(1)
+    residency.store(Tier.DRAM, set(universe[:400]))
+    residency.store(Tier.SSD, set(universe[200:]))
+    buckets = tuple(range(0, 256, 5))
+    wish = BucketWish(
+        xors=True, rows=(BucketChoice(Tier.DRAM, buckets), BucketChoice(Tier.SSD, buckets))
+    )
+    follower, rows = Follower(), []
+    stream = publisher.subscribe(LIFE, Seq(1), wish)
+    async with timeout(10), aclosing(stream):
+        async for published in stream:
+            if isinstance(published, BucketRows):
+                assert published.seq == follower.next_seq - 1, "rows out of place"
+                held = follower.tiers[published.tier]
+                of_bucket = {k for k in held if bucket_number(k) == published.bucket}
+                assert published.keys.tolist() == sorted(of_bucket)
+                rows.append((published.tier, published.bucket))
+                if len(rows) == 2 * len(buckets):
+                    break
+                continue
+            follower.take(published)
+            some = set(choose.sample(universe, 20))
+            change = choose.choice((residency.store, residency.remove))
+            change(choose.choice((Tier.DRAM, Tier.SSD)), some)
+    assert rows == [(tier, b) for tier in (Tier.DRAM, Tier.SSD) for b in buckets]
+    first, *others = follower.reports
+    assert [digest.tier for digest in first.bucket_xors] == [Tier.DRAM, Tier.SSD]
+    assert not any(report.bucket_xors for report in others)
+    assert publisher.repairs == 1
+    publisher.check_integrity()
+
+
+async def test_bucket_xors_of_the_first_report_are_those_of_its_seq() -> None:
+    publisher, residency = make()
+    keys = random_keys(50)
+    residency.store(Tier.DRAM, set(keys))
+    residency.remove(Tier.DRAM, set(keys[:20]))
+    stream = publisher.subscribe(LIFE, Seq(1), BucketWish(xors=True))
+    async with timeout(5), aclosing(stream):
+        report = next(
+            p
+            for p in [await stream.__anext__(), await stream.__anext__()]
+            if isinstance(p, NodeReport)
+        )
+    expected = [0] * 256
+    for key in keys[20:]:
+        expected[bucket_number(key)] ^= key
+    assert report.seq == 2
+    assert report.bucket_xors[0] == BucketXors(Tier.DRAM, tuple(expected))
+
+
+async def test_many_subscribers_that_repair_at_once_take_turns_and_events_flow_on() -> None:
+    publisher, residency = make(ring_events=4096)
+    residency.store(Tier.DRAM, set(random_keys(2000)))
+    wish = BucketWish(rows=(BucketChoice(Tier.DRAM, (0, 1, 2)),))
+    most = 0
+
+    async def repair() -> None:
+        nonlocal most
+        rows = 0
+        stream = publisher.subscribe(LIFE, Seq(2), wish)
+        async with timeout(10), aclosing(stream):
+            async for published in stream:
+                most = max(most, len(publisher._scans))
+                rows += isinstance(published, BucketRows)
+                if rows == 3:
+                    return
+
+    repairs = [asyncio.create_task(repair()) for _ in range(20)]
+    while not all(task.done() for task in repairs):
+        residency.store(Tier.DRAM, {random.getrandbits(63)})
+        await asyncio.sleep(0)
+    await asyncio.gather(*repairs)
+    assert 1 <= most <= MAX_SCANS
+    assert publisher.repairs == 20
+    assert not publisher._scans
+
+
+async def test_bucket_too_large_for_a_message_needs_a_snapshot(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(publisher_module, "MAX_KEYS_PER_BUCKET", 2)
+    publisher, residency = make()
+    residency.store(Tier.DRAM, set(random_keys(2000)))
+    wish = BucketWish(rows=(BucketChoice(Tier.DRAM, (0, 1, 2)),))
+    stream = publisher.subscribe(LIFE, Seq(2), wish)
+    async with timeout(5), aclosing(stream):
+        *_, last = [published async for published in stream]
+    assert last == SnapshotNeeded(LIFE, Seq(1), NodeId("n"))
+    assert not publisher._scans
+
+
+async def test_subscriber_that_leaves_in_mid_scan_leaves_nothing_behind() -> None:
+    publisher, residency = make()
+    residency.store(Tier.DRAM, set(random_keys(2000)))
+    wish = BucketWish(rows=(BucketChoice(Tier.DRAM, (0, 1, 2)),))
+    stream = publisher.subscribe(LIFE, Seq(1), wish)
+    await stream.__anext__()
+    await asyncio.sleep(0)
+    await stream.aclose()
+    assert not publisher._scans
+    assert publisher.subscribers == 0
 
 
 async def test_close_ends_subscriptions() -> None:

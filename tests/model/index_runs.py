@@ -1,0 +1,64 @@
+"""Thousands of random histories of a node against the index: `python -m tests.model.index_runs`.
+
+Each run is `unreliable_channel.UnreliableChannel` with a script of its own seed, so a failure is
+seen again with `--seed N --runs 1`. Exits 1 when a run fails, and names its seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import random
+import sys
+import time
+import traceback
+from collections.abc import Callable
+
+from global_index.dict_index import DictIndex
+from global_index.index import BlockIndex
+from global_index.memory_index import MemoryIndex
+from global_index.naive_index import NaiveIndex
+from tests.model.unreliable_channel import LENGTHS, WEIGHTED, UnreliableChannel
+
+CAPACITY_BLOCKS = 1024
+MAKERS: dict[str, Callable[[int], BlockIndex]] = {
+    "memory": MemoryIndex,
+    "dict": DictIndex,
+    "naive": NaiveIndex,
+}
+
+
+def one_run(backend: str, seed: int) -> UnreliableChannel:
+    """Raises AssertionError when the index is not what the oracle says."""
+    choose = random.Random(seed)
+    script = choose.choices(WEIGHTED, k=choose.randint(*LENGTHS))
+    channel = UnreliableChannel(MAKERS[backend](CAPACITY_BLOCKS), seed)
+    channel.run(script)
+    return channel
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--runs", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=1, help="of the first run; the others follow")
+    parser.add_argument("--backend", choices=[*MAKERS], default="memory")
+    options = parser.parse_args()
+    logging.disable(logging.WARNING)
+    started, failed, repairs = time.monotonic(), [], 0
+    for seed in range(options.seed, options.seed + options.runs):
+        try:
+            repairs += one_run(options.backend, seed).bucket_repairs
+        except Exception:  # noqa: PERF203
+            failed.append(seed)
+            traceback.print_exc()
+    print(
+        f"backend {options.backend}: {options.runs} runs from seed {options.seed},"
+        f" {len(failed)} failed, {repairs} bucket repairs, {time.monotonic() - started:.0f} s"
+    )
+    if failed:
+        print(f"failed seeds: {failed}")
+    return bool(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
