@@ -17,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from client_sdk.engine.vllm_connector.identity import PageShape, page_shape
+from client_sdk.engine.vllm_connector.kv_events import event_endpoints
 from client_sdk.engine.vllm_connector.pages import EnginePages
 from client_sdk.engine.vllm_connector.plan import StepPlan, StepReport
 from client_sdk.engine.vllm_connector.scheduling import SchedulerHalf
@@ -318,14 +319,22 @@ class EmberConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """How routers find this engine; None unless its own address is configured."""
         if not self._settings.engine_url:
             return None
-        model = self._vllm_config.model_config
+        model, parallel = self._vllm_config.model_config, self._vllm_config.parallel_config
+        # Of engines without experts each rank is told that it is the only one; the index stays.
+        rank = int(getattr(parallel, "data_parallel_index", parallel.data_parallel_rank))
+        endpoints = event_endpoints(
+            getattr(self._vllm_config, "kv_events_config", None), self._settings.engine_url, rank
+        )
         return EngineInfo(
             engine_id=str(self._kv_transfer_config.engine_id),
             url=self._settings.engine_url,
             model=str(model.served_model_name or model.model),
             namespace_id=shape.namespace.id,
             block_tokens=shape.block_tokens,
-            dp_rank=int(self._vllm_config.parallel_config.data_parallel_rank),
+            dp_rank=rank,
+            events_endpoint=endpoints.events,
+            replay_endpoint=endpoints.replay,
+            engine_block_tokens=shape.page_tokens,
         )
 
 
