@@ -55,7 +55,7 @@ class IndexServicer(index_pb2_grpc.IndexServicer):
                     f"a chain of {keys.size} blocks; at most {MAX_BLOCKS_PER_CALL} can be asked for"
                 )
         began = time.perf_counter()
-        hits = self._index.hits(keys)
+        hits = await self._index.answer(keys)
         self._observe(time.perf_counter() - began)
         return hits_to_wire(hits)
 

@@ -128,7 +128,8 @@ class Router:
             part.check_integrity()
 
     def _sync_engines(self) -> None:
-        self.engines.sync(self._index.nodes(), self._loop.time())
+        configured = self._index.configured_engines()
+        self.engines.sync(self._index.nodes(), self._loop.time(), configured)
         self.predicted.expire(self._loop.time())
 
     def _engine_removed(self, engine: Engine) -> None:

@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 
 from emberkv_proto.hashing import block_hashes, index_keys
-from emberkv_proto.types import NamespaceId, NodeHit
+from emberkv_proto.types import ChainHits, EngineHit, NamespaceId, NodeHit
 from router.candidates import Candidate, Policy, estimate_of
 from router.engines import Engine, EngineTable
 from router.load import LoadLedger
 from router.metrics import RouterMetrics
 from router.predicted import PredictedChains
-from router.scoring import NOTHING, Estimate, Holding, Speeds, holding_from
+from router.scoring import NOTHING, Estimate, Holding, Speeds, holding_from, own_hit
 from router.tokenize import NoTokens, TokenIds, Tokenizer
 from router.view import IndexView
 
@@ -54,10 +54,12 @@ class ChainKind:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chain:
-    """A prompt's blocks in one namespace, and which nodes hold them."""
+    """A prompt's blocks in one namespace, and who holds them."""
 
     keys: Sequence[int]
     hits: Mapping[str, NodeHit]
+    engines: Mapping[str, EngineHit]
+    """By URL; of an engine's ranks the one that has most."""
 
     def best_beside(self, node_id: str) -> int:
         """Blocks of the best node other than this one."""
@@ -91,7 +93,14 @@ class Decision:
 
     chosen: Scored
     keys: Sequence[int]
+    told: EngineHit | None
+    """What the chosen engine's events say of the chain."""
     is_exploring: bool
+
+    @property
+    def told_hbm_tokens(self) -> int:
+        """Of the chosen engine's HBM, as its own events say."""
+        return self.told.hbm_blocks * self.chosen.engine.block_tokens if self.told else 0
 
     @property
     def predicted_hit_tokens(self) -> int:
@@ -100,7 +109,7 @@ class Decision:
 
 
 class Chooser:
-    """Chooses engines. On the event loop; only `plan` waits, for the engine's tokenizer."""
+    """Chooses engines. On the event loop; only `plan` waits, for the tokenizer and the index."""
 
     def __init__(
         self,
@@ -148,7 +157,7 @@ class Chooser:
         salt_bytes = salt.encode("utf-8", "surrogatepass") if isinstance(salt, str) else b""
         for kind in {_kind(engine) for engine in engines}:
             if kind is not None and len(tokens) >= kind.block_tokens:
-                plan.chains[kind] = self._look_up(kind, tokens, salt_bytes)
+                plan.chains[kind] = await self._look_up(kind, tokens, salt_bytes)
         return plan
 
     def choose(self, plan: Plan, excluded: Collection[str]) -> Decision:
@@ -174,6 +183,7 @@ class Chooser:
         return Decision(
             Scored(engine, picked, estimate_of(picked, plan.prompt_tokens, self._speeds)),
             chain.keys if chain else (),
+            chain.engines.get(engine.url) if chain else None,
             picked.holding.node_tokens < most,
         )
 
@@ -216,18 +226,22 @@ class Chooser:
     def _least_busy(self, engines: Sequence[Engine]) -> Engine:
         return min(engines, key=lambda engine: self._ledger.active_requests(engine.url))
 
-    def _look_up(self, kind: ChainKind, tokens: TokenIds, salt: bytes) -> Chain:
+    async def _look_up(self, kind: ChainKind, tokens: TokenIds, salt: bytes) -> Chain:
         hashes = block_hashes(kind.namespace_id, tokens, kind.block_tokens, salt=salt)
         keys = index_keys(hashes).astype(np.uint64, copy=False)
         try:
-            hits = self._index.query(keys)
+            hits = await self._index.answer(keys)
         except Exception:
             # Whatever is wrong with the index, the request can be answered without it.
             log.exception("index query of %d keys failed", len(keys))
             self._metrics.index_errors.inc()
-            hits = ()
+            hits = ChainHits()
         numbers: list[int] = keys.tolist()
-        return Chain(numbers, {hit.node_id: hit for hit in hits})
+        return Chain(
+            numbers,
+            {hit.node_id: hit for hit in hits.nodes},
+            {hit.url.rstrip("/"): hit for hit in reversed(hits.engines)},
+        )
 
     def _candidate(self, engine: Engine, plan: Plan) -> Candidate:
         return Candidate(engine.url, self._ledger.load(engine.url), self._holding(engine, plan))
@@ -238,7 +252,7 @@ class Chooser:
         if kind is None or chain is None:
             return NOTHING
         return holding_from(
-            chain.hits.get(engine.node_id),
+            own_hit(chain.hits.get(engine.node_id), chain.engines.get(engine.url)),
             chain.best_beside(engine.node_id) if engine.node_id else 0,
             self._predicted.hit_blocks(engine.url, chain.keys, self._clock()),
             kind.block_tokens,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from emberkv_proto.types import EngineInfo, NamespaceId
+from emberkv_proto.types import EngineInfo, NamespaceId, NodeId
 from router.health import BreakerLimits, Health
 from router.view import NodeView
 
@@ -92,9 +92,22 @@ class EngineTable:
             self._engines[url] = engine
         return engine
 
-    def sync(self, nodes: Sequence[NodeView], now: float) -> None:
-        """Take over what the nodes announce now; then forget what has been away too long."""
+    def sync(
+        self,
+        nodes: Sequence[NodeView],
+        now: float,
+        configured: Sequence[tuple[NodeId, EngineInfo]] = (),
+    ) -> None:
+        """Take over what the nodes announce now; then forget what has been away too long.
+
+        `configured` engines are of the index's settings: never forgotten.
+        """
         announced: set[str] = set()
+        for node_id, info in configured:
+            if info.url:
+                engine = self.add(info.url, now)
+                _describe(engine, info, node_id)
+                engine.is_static = True
         for node in nodes:
             if node.liveness not in ANNOUNCING:
                 continue

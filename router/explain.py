@@ -26,6 +26,7 @@ def explain(plan: Plan, decision: Decision | None, problem: str, scored: list[Sc
                 "block_tokens": kind.block_tokens,
                 "blocks": len(chain.keys),
                 "hits": [asdict(hit) for hit in chain.hits.values()],
+                "engine_hits": [asdict(hit) for hit in chain.engines.values()],
             }
             for kind, chain in plan.chains.items()
         ],

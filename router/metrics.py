@@ -36,6 +36,9 @@ class RouterMetrics:
         self.predicted_tokens = counter(
             "predicted_hit_tokens", "Tokens the chosen engine should not compute", ("source",)
         )
+        self.told_hbm_tokens = counter(
+            "told_hbm_tokens", "Tokens in the chosen engine's HBM, as its own events say"
+        )
         self.delivered_tokens = counter(
             "delivered_hit_tokens",
             "Tokens engines said they did not compute (source all: the whole, whatever the source)",

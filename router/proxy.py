@@ -236,6 +236,7 @@ class Proxy:
         ):
             if tokens:
                 self._metrics.predicted_tokens.labels(source).inc(tokens)
+        self._metrics.told_hbm_tokens.inc(decision.told_hbm_tokens)
         delivered = relay.delivered()
         if delivered is not None:
             self._metrics.compared_tokens.inc(decision.predicted_hit_tokens)

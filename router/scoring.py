@@ -1,16 +1,16 @@
 """t(i): how many seconds until engine i would give the first token. Pure.
 
 `t(i) = queue(i) + fetch(blocks by tier, peer) + prefill(rest)`. The leading blocks come nearest
-first: predicted in HBM (free), the node's own DRAM and SSD, then another node's. A prefix can be
-used only from its start, so the choice is where to stop fetching: each further stretch is taken
-when fetching it costs less than computing it.
+first: in HBM, told or predicted (free), the node's own DRAM and SSD, then another node's. A prefix
+can be used only from its start, so the choice is where to stop fetching: each further stretch is
+taken when fetching it costs less than computing it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from emberkv_proto.types import NodeHit
+from emberkv_proto.types import EngineHit, NodeHit
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,20 +66,41 @@ class Estimate:
 NOTHING = Holding()
 
 
-def holding_from(
-    own: NodeHit | None, best_other_blocks: int, predicted_blocks: int, block_tokens: int
-) -> Holding:
-    """Lay an engine's predicted blocks, its node's hit and the best other node's one over another.
+@dataclass(frozen=True, slots=True)
+class OwnHit:
+    """What an engine finds without asking another node; blocks in no order of their tiers."""
 
-    The index counts a hit's blocks per tier but not their order; the predicted ones are taken off
-    the DRAM part first, since they were brought through it.
+    hit_blocks: int = 0
+    hbm_blocks: int = 0
+    dram_blocks: int = 0
+
+
+def own_hit(node: NodeHit | None, engine: EngineHit | None) -> OwnHit:
+    """What the index knows of an engine: of its node, and of itself if it publishes its events.
+
+    An engine's hit has its node's blocks in it already, unless its node is followed elsewhere.
     """
-    own_blocks = own.hit_blocks if own else 0
-    beyond = max(0, own_blocks - predicted_blocks)
-    dram = min(beyond, max(0, (own.dram_blocks if own else 0) - predicted_blocks))
-    peer = max(0, best_other_blocks - max(predicted_blocks, own_blocks))
+    hit = engine.hit_blocks if engine else 0
+    hbm = engine.hbm_blocks if engine else 0
+    if node is None or hit >= node.hit_blocks:
+        return OwnHit(hit, hbm, engine.dram_blocks if engine else 0)
+    return OwnHit(node.hit_blocks, hbm, max(0, node.dram_blocks - hbm))
+
+
+def holding_from(
+    own: OwnHit, best_other_blocks: int, predicted_blocks: int, block_tokens: int
+) -> Holding:
+    """Lay what is told of an engine, what is predicted, and the best other node one over another.
+
+    A prediction fills what events have not told yet: those blocks are being brought to HBM, and
+    are taken off the DRAM part first.
+    """
+    hbm = max(own.hbm_blocks, predicted_blocks)
+    beyond = max(0, own.hit_blocks - hbm)
+    dram = min(beyond, max(0, own.dram_blocks - (hbm - own.hbm_blocks)))
+    peer = max(0, best_other_blocks - max(predicted_blocks, own.hit_blocks))
     return Holding(
-        predicted_blocks * block_tokens,
+        hbm * block_tokens,
         dram * block_tokens,
         (beyond - dram) * block_tokens,
         peer * block_tokens,

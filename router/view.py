@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from emberkv_proto.events import Keys
-from emberkv_proto.types import EngineInfo, NodeHit, NodeId
+from emberkv_proto.types import ChainHits, EngineInfo, NodeId
 
 
 class NodeView(Protocol):
@@ -25,20 +25,27 @@ class NodeView(Protocol):
 
 
 class IndexView(Protocol):
-    """Called on the router's event loop; neither call waits for anything."""
+    """Called on the router's event loop."""
 
-    def query(self, keys: Keys) -> Sequence[NodeHit]:
-        """Per node with a hit, how many leading blocks of the chain it holds."""
+    async def answer(self, keys: Keys) -> ChainHits:
+        """How many leading blocks of the chain each node and each engine has."""
         ...
 
     def nodes(self) -> Sequence[NodeView]: ...
+
+    def configured_engines(self) -> Sequence[tuple[NodeId, EngineInfo]]:
+        """Engines that the index knows from its settings, and their nodes."""
+        ...
 
 
 class NoIndex:
     """Stands in when no index is configured: every request goes by load."""
 
-    def query(self, keys: Keys) -> Sequence[NodeHit]:
-        return ()
+    async def answer(self, keys: Keys) -> ChainHits:
+        return ChainHits()
 
     def nodes(self) -> Sequence[NodeView]:
+        return ()
+
+    def configured_engines(self) -> Sequence[tuple[NodeId, EngineInfo]]:
         return ()

@@ -43,6 +43,13 @@ class StaticEngine(Section):
         except InvalidRequestError as error:
             raise ValueError(str(error)) from None
 
+    @field_validator("url")
+    @classmethod
+    def _plain_http(cls, url: str) -> str:
+        if url and not re.fullmatch(r"http://[^/\s]+/?", url):
+            raise ValueError(f"{url!r} is not http://host:port")
+        return url
+
     @field_validator("namespace_id")
     @classmethod
     def _hexadecimal(cls, text: str) -> str:

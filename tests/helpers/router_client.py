@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from emberkv_proto.events import Keys
-from emberkv_proto.types import EngineInfo, NodeHit, NodeId
+from emberkv_proto.types import ChainHits, EngineHit, EngineInfo, NodeHit, NodeId
 from router.app import Router
 from router.config import RouterSection
 
@@ -32,26 +32,43 @@ class HandIndex:
 
     def __init__(self, *nodes: HandNode) -> None:
         self.all = list(nodes)
+        self.hbm: dict[str, set[int]] = {}
+        """Index keys of engines that publish their events, by URL."""
+        self.configured: list[tuple[NodeId, EngineInfo]] = []
         self.queries = 0
         self.is_broken = False
 
-    def query(self, keys: Keys) -> Sequence[NodeHit]:
+    async def answer(self, keys: Keys) -> ChainHits:
         self.queries += 1
         if self.is_broken:
             raise RuntimeError("the index is broken")
-        hits = []
-        for node in self.all:
-            count = 0
-            for key in keys.tolist():
-                if key not in node.dram:
-                    break
-                count += 1
-            if count:
-                hits.append(NodeHit(node.node_id, count, count, 0))
-        return hits
+        chain = keys.tolist()
+        nodes = tuple(
+            NodeHit(node.node_id, count, count, 0)
+            for node in self.all
+            if (count := _run(chain, node.dram))
+        )
+        engines = [hit for node in self.all for hit in self._engine_hits(chain, node)]
+        return ChainHits(nodes, tuple(sorted(engines, key=lambda hit: -hit.hit_blocks)))
+
+    def _engine_hits(self, chain: list[int], node: HandNode) -> Iterator[EngineHit]:
+        for engine in node.engines:
+            own = self.hbm.get(engine.url)
+            if own is not None and (count := _run(chain, own | node.dram)):
+                hbm = sum(key in own for key in chain[:count])
+                who = (engine.engine_id, engine.dp_rank, engine.url, node.node_id)
+                yield EngineHit(*who, count, hbm, count - hbm, 0)
+
+    def configured_engines(self) -> Sequence[tuple[NodeId, EngineInfo]]:
+        return self.configured
 
     def nodes(self) -> Sequence[HandNode]:
         return self.all
+
+
+def _run(chain: list[int], held: set[int]) -> int:
+    """How many leading blocks are held."""
+    return next((n for n, key in enumerate(chain) if key not in held), len(chain))
 
 
 FAST = {

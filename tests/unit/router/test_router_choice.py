@@ -43,6 +43,45 @@ async def test_a_prompt_goes_where_its_blocks_are() -> None:
             assert router.counter("predicted_hit_tokens_total", source="hbm") == 800
 
 
+async def test_of_two_engines_on_a_node_the_one_whose_hbm_has_the_blocks_is_chosen() -> None:
+    prompt = list(range(4000))
+    async with FakeEngine().serving() as one, FakeEngine().serving() as two:
+        node = HandNode(NodeId("a"))
+        node.engines = (*announced(one, "a").engines, *announced(two, "a2").engines)
+        node.dram = keys_of(prompt)
+        index = HandIndex(node)
+        index.hbm = {two.url: keys_of(prompt[:3000]), one.url: set()}
+        async with running_router(index=index, seed=3) as router:
+            body = {"model": "m", "prompt": prompt}
+            got = await request(router.port, "/route/explain", body)
+            assert got.json["chosen"] == "engine-a2"
+            (chain,) = got.json["chains"]
+            hits = {hit["engine_id"]: hit for hit in chain["engine_hits"]}
+            assert (hits["engine-a2"]["hbm_blocks"], hits["engine-a2"]["dram_blocks"]) == (750, 250)
+            assert (hits["engine-a"]["hbm_blocks"], hits["engine-a"]["dram_blocks"]) == (0, 1000)
+            terms = {engine["engine"]: engine for engine in got.json["engines"]}
+            assert terms["engine-a2"]["holding"]["hbm_tokens"] == 3000
+            assert terms["engine-a2"]["fetch_seconds"] < terms["engine-a"]["fetch_seconds"]
+            got = await request(router.port, "/v1/completions", body)
+            assert got.headers["x-emberkv-engine"] == "engine-a2"
+            await router.settled()
+            assert router.counter("told_hbm_tokens_total") == 3000
+            assert router.counter("predicted_hit_tokens_total", source="hbm") == 3000
+
+
+async def test_an_engine_of_the_indexs_settings_is_routed_to_by_its_own_events() -> None:
+    prompt = list(range(400))
+    async with FakeEngine().serving() as one, FakeEngine().serving() as two:
+        index = HandIndex(announced(one, "a"))
+        info = EngineInfo("plain", two.url, "m", SPACE, BLOCK)
+        index.configured = [(NodeId(""), info)]
+        index.all.append(HandNode(NodeId(""), "gone", (info,)))
+        index.hbm = {two.url: keys_of(prompt)}
+        async with running_router(index=index) as router:
+            got = await request(router.port, "/v1/completions", {"model": "m", "prompt": prompt})
+            assert got.headers["x-emberkv-engine"] == "plain"
+
+
 async def test_another_salt_or_text_tokens_find_their_own_blocks() -> None:
     text = "abcdefgh"
     async with FakeEngine().serving() as one, FakeEngine().serving() as two:

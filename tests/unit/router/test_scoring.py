@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emberkv_proto.types import NodeHit, NodeId
+from emberkv_proto.types import EngineHit, NodeHit, NodeId
 from router.candidates import (
     Candidate,
     CostPolicy,
@@ -18,7 +18,17 @@ from router.candidates import (
     RoundRobinPolicy,
     short_list,
 )
-from router.scoring import NOTHING, Holding, Load, Speeds, estimate, holding_from, queue_seconds
+from router.scoring import (
+    NOTHING,
+    Holding,
+    Load,
+    OwnHit,
+    Speeds,
+    estimate,
+    holding_from,
+    own_hit,
+    queue_seconds,
+)
 
 SPEEDS = Speeds(1000.0, 10_000.0, 4_000.0, 2_000.0, 0.1, 0.05)
 PREFERENCES = Preferences(0.8, 2, 0.001, 0.1)
@@ -77,20 +87,38 @@ def test_the_estimate_is_the_least_over_all_stopping_points(
 
 
 def test_what_lies_over_another_is_counted_once() -> None:
-    own = NodeHit(NodeId("a"), 10, 8, 2)
+    own = OwnHit(10, 0, 8)
     assert holding_from(own, 14, 5, 4) == Holding(20, 12, 8, 16)
     assert holding_from(own, 3, 0, 4) == Holding(0, 32, 8, 0)
-    assert holding_from(None, 3, 1, 4) == Holding(4, 0, 0, 8)
+    assert holding_from(OwnHit(), 3, 1, 4) == Holding(4, 0, 0, 8)
 
 
-@given(st.integers(0, 50), st.integers(0, 50), st.integers(0, 100), st.integers(0, 100))
+def test_a_prediction_fills_only_what_events_have_not_told() -> None:
+    told = OwnHit(10, 4, 5)
+    assert holding_from(told, 0, 0, 1) == Holding(4, 5, 1, 0)
+    assert holding_from(told, 0, 3, 1) == Holding(4, 5, 1, 0)
+    assert holding_from(told, 0, 6, 1) == Holding(6, 3, 1, 0)
+    assert holding_from(told, 14, 12, 1) == Holding(12, 0, 0, 2)
+
+
+def test_an_engines_own_hit_has_its_nodes_in_it_unless_that_is_followed_elsewhere() -> None:
+    node = NodeHit(NodeId("a"), 6, 4, 2)
+    whole = EngineHit("e", 0, "u", NodeId("a"), 8, 3, 3, 2)
+    alone = EngineHit("e", 0, "u", NodeId("a"), 3, 3, 0, 0)
+    assert own_hit(None, None) == OwnHit()
+    assert own_hit(node, None) == OwnHit(6, 0, 4)
+    assert own_hit(node, whole) == own_hit(None, whole) == OwnHit(8, 3, 3)
+    assert own_hit(node, alone) == OwnHit(6, 3, 1)
+
+
+@given(*[st.integers(0, 50)] * 4, st.integers(0, 150))
 def test_a_holding_is_as_long_as_the_longest_of_its_parts(
-    dram: int, ssd: int, other: int, predicted: int
+    hbm: int, dram: int, ssd: int, other: int, predicted: int
 ) -> None:
-    own = NodeHit(NodeId("a"), dram + ssd, dram, ssd)
-    found = holding_from(own, other, predicted, 1)
-    assert found.node_tokens == max(dram + ssd, predicted)
-    assert found.node_tokens + found.peer_tokens == max(dram + ssd, predicted, other)
+    found = holding_from(OwnHit(hbm + dram + ssd, hbm, dram), other, predicted, 1)
+    assert found.hbm_tokens == max(hbm, predicted)
+    assert found.node_tokens == max(hbm + dram + ssd, predicted)
+    assert found.node_tokens + found.peer_tokens == max(hbm + dram + ssd, predicted, other)
 
 
 def candidate(url: str, held: int = 0, active: int = 0, queued: int = 0) -> Candidate:
