@@ -26,6 +26,8 @@ _NODE_COUNTERS = {
     "snapshots": "Snapshots taken over.",
     "failed_snapshots": "Snapshots that ended early.",
     "digest_mismatches": "Audits that differed.",
+    "bucket_repairs": "Mismatches mended without a snapshot.",
+    "repaired_buckets": "Buckets whose rows were replaced.",
     "stale": "Messages of a dead incarnation, refused.",
 }
 
