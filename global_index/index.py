@@ -8,7 +8,7 @@ applied, `directory` maps holders to nodes.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NewType, Protocol
+from typing import NamedTuple, NewType, Protocol
 
 from emberkv_proto.events import Keys
 from emberkv_proto.types import IndexKey, Tier, TierDigest
@@ -21,8 +21,7 @@ EVERYTHING = 1 << 62
 """A removal budget that is never used up."""
 
 
-@dataclass(frozen=True, slots=True)
-class Applied:
+class Applied(NamedTuple):
     """What a call changed. `unchanged`: stored twice, removed when absent, or the reserved key 0.
 
     `dropped`: a new block refused because the table holds `capacity_blocks` already.
@@ -33,8 +32,7 @@ class Applied:
     dropped: int
 
 
-@dataclass(frozen=True, slots=True)
-class HolderHit:
+class HolderHit(NamedTuple):
     """The leading run of a chain that one holder has in any tier, by fastest tier of each block.
 
     What its base has counts as its own.

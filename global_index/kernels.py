@@ -1,129 +1,207 @@
-"""The memory index's inner loops, compiled by Numba. No allocation, no Python objects, no GIL.
+"""The memory index's inner loops, compiled by Numba. No Python objects, no GIL.
 
-Table: `table[2 * slot]` is the key (0: empty), `table[2 * slot + 1]` its holders: up to four
-16-bit words `holder << 3 | tier bits` packed from the low end, or, when the low word is 0,
-`(row + 1) << 16`: the block's bitmap row, `rows[row, tier - 1, holder // 64]`. Linear probing from
-`home(key)`, which grows with the mixed key, so a rehash reads and writes in order; deletion shifts
-entries back, so churn leaves no tombstones.
+Blocks stand in `entries` in the order in which they came, so a chain mostly lies in a row and is
+walked like an array: `entries[2 * place]` is the key (0: free), `entries[2 * place + 1]` its
+holders: up to four 16-bit words `holder << 3 | tier bits` packed from the low end, or, when the low
+word is 0, `(row + 1) << 16`: a bitmap row, `rows[row, tier - 1, holder // 64]`. Blocks that a
+holder gets or loses in one go share a row while they can: `uses[row]` is how many do, or of a free
+row `-2 - next` in the list of free ones.
 
-All arithmetic on keys is in uint64 and all on slots in int64: Numba makes a float of a mixture.
+`slots` finds a key that is not next in the row: open addressing with linear probing, 0 or
+`tag << 32 | place + 1`, where the tag is the upper half of the mixed key. A slot's home grows with
+its tag, so a rehash reads and writes in order and looks at no entry; deletion shifts slots back, so
+churn leaves no tombstones. Entries never move, but when the table shrinks.
+
+All arithmetic on keys is in uint64 and all on places in int64: Numba makes a float of a mixture.
+Only what Python calls is cached on disk, compiled with all of its parts.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
+import zlib
+from pathlib import Path
 
-import numba
 import numpy as np
-import numpy.typing as npt
 
-U64 = npt.NDArray[np.uint64]
-I64 = npt.NDArray[np.int64]
-F = TypeVar("F", bound=Callable[..., Any])
-Word = Any
-"""A uint64: a key, a slot's holders, a mask."""
-Int = Any
-"""An int64: a slot, a row, a holder, a count. (Numpy's scalar types are no `int` to mypy.)"""
+from global_index.jit import (
+    I64,
+    U64,
+    Flag,
+    Int,
+    Word,
+    compiled,
+    fetch,
+    inlined,
+    lowest_bit,
+    part,
+    u64,
+)
 
 # state[...]: the numbers that a kernel changes beside the arrays.
-BLOCKS, FREE_ROWS, CHANGED, UNCHANGED, DROPPED = range(5)
+BLOCKS, TOP, CURSOR, ROWS, FREE_ROW = range(5)
+"""Entries in use; where the unused ones begin; where to look for a free one below; bitmap rows in
+use; the first free one, or -1."""
 STATE_WORDS = 5
 TIERS = 3
 
-# links[holder]: its base, the first holder whose base it is, the next with the same base; or -1.
-BASE, FIRST, NEXT = range(3)
-# runs[holder]: its run while a chain is walked. PLACE in `active` is -1 when it has none.
-PLACE, TIER, SINCE, HBM, DRAM = range(5)
-NOWHERE = 3
-
-_0, _1, _2, _3, _7, _16, _32, _58 = (np.uint64(n) for n in (0, 1, 2, 3, 7, 16, 32, 58))
-_LOW_WORD = np.uint64(0xFFFF)
-_LOW_HALF = np.uint64(0xFFFFFFFF)
-_MIX = np.uint64(0x9E3779B97F4A7C15)
-_DE_BRUIJN = np.uint64(0x03F79D71B4CB0A89)
-_BIT_NUMBER = np.zeros(64, dtype=np.int64)
-for _n in range(64):
-    _BIT_NUMBER[((0x03F79D71B4CB0A89 << _n) & (2**64 - 1)) >> 58] = _n
+_0, _1, _3, _7, _16, _32, _64 = map(u64, (0, 1, 3, 7, 16, 32, 64))
+_LOW_WORD = u64(0xFFFF)
+_LOW_HALF = u64(0xFFFFFFFF)
+_MIX = u64(0x9E3779B97F4A7C15)
 
 
-def _compiled(function: F) -> F:
-    """njit with an on-disk cache, or without one where no cache directory can be written."""
-    try:
-        return cast(F, numba.njit(nogil=True, cache=True)(function))
-    except RuntimeError as error:
-        logging.getLogger(__name__).warning(
-            "kernels are compiled anew at each start (%s); set NUMBA_CACHE_DIR", error
-        )
-        return cast(F, numba.njit(nogil=True)(function))
+@inlined
+def home(tag: Word, slots: Int) -> Int:
+    return np.int64((tag * np.uint64(slots)) >> _32)
 
 
-@_compiled
-def lowest_bit(mask: Word) -> Int:
-    """Number of the lowest set bit; mask is not 0."""
-    return _BIT_NUMBER[((mask & (~mask + _1)) * _DE_BRUIJN) >> _58]
-
-
-@_compiled
-def home(key: Word, slots: Int) -> Int:
-    return np.int64((((key * _MIX) >> _32) * np.uint64(slots)) >> _32)
-
-
-@_compiled
-def find(table: U64, key: Word) -> Int:
+@inlined
+def find(slots: U64, entries: U64, key: Word) -> Int:
     """Slot of `key`, or the empty slot where it would go."""
-    slots = table.shape[0] >> 1
-    slot = home(key, slots)
-    while table[2 * slot] != _0 and table[2 * slot] != key:
+    tag = (key * _MIX) >> _32
+    slot = home(tag, slots.shape[0])
+    while True:
+        word = slots[slot]
+        if word == _0 or (word >> _32 == tag and entries[2 * place_of(word)] == key):
+            return slot
         slot += 1
-        if slot == slots:
+        if slot == slots.shape[0]:
             slot = 0
-    return slot
 
 
-@_compiled
-def erase(table: U64, hole: Int) -> None:
-    """Empty a slot and shift back what had probed past it."""
-    slots = table.shape[0] >> 1
+@compiled
+def slot_of(slots: U64, entries: U64, key: Word) -> Int:
+    """`find`, for Python."""
+    return find(slots, entries, key)
+
+
+@inlined
+def place_of(word: Word) -> Int:
+    return np.int64(word & _LOW_HALF) - 1
+
+
+@inlined
+def look_ahead(slots: U64, entries: U64, keys: U64, i: Int) -> None:
+    """Fetch what keys[i + 8] and keys[i + 16] will need, so that misses overlap."""
+    if i + 16 < keys.shape[0]:
+        fetch(slots, home((keys[i + 16] * _MIX) >> _32, slots.shape[0]))
+        word = slots[home((keys[i + 8] * _MIX) >> _32, slots.shape[0])]
+        if word != _0:
+            fetch(entries, 2 * place_of(word))
+
+
+@inlined
+def take_entry(entries: U64, state: I64) -> Int:
+    """A free entry: behind all others, or once a twelfth is free the next free one."""
+    unused = state[TOP] - state[BLOCKS]
+    if 2 * state[TOP] < entries.shape[0] and 12 * unused < state[TOP] + 768:
+        state[TOP] += 1
+        return state[TOP] - 1
+    place = state[CURSOR]
+    while True:
+        if place >= state[TOP]:
+            place = 0
+        if entries[2 * place] == _0:
+            state[CURSOR] = place + 1
+            return place
+        place += 1
+
+
+@part
+def free_slot(slots: U64, key: Word, place: Int) -> None:
+    """Empty the slot of an entry; shift back the slots that had probed past it."""
+    hole = home((key * _MIX) >> _32, slots.shape[0])
+    while place_of(slots[hole]) != place:
+        hole += 1
+        if hole == slots.shape[0]:
+            hole = 0
     slot = hole
     while True:
         slot += 1
-        if slot == slots:
+        if slot == slots.shape[0]:
             slot = 0
-        key = table[2 * slot]
-        if key == _0:
+        word = slots[slot]
+        if word == _0:
             break
-        from_home = slot - home(key, slots)
+        from_home = slot - home(word >> _32, slots.shape[0])
         if from_home < 0:
-            from_home += slots
+            from_home += slots.shape[0]
         from_hole = slot - hole
         if from_hole < 0:
-            from_hole += slots
+            from_hole += slots.shape[0]
         if from_home >= from_hole:
-            table[2 * hole] = key
-            table[2 * hole + 1] = table[2 * slot + 1]
+            slots[hole] = word
             hole = slot
-    table[2 * hole] = _0
-    table[2 * hole + 1] = _0
+    slots[hole] = _0
 
 
-@_compiled
+@part
+def put_slot(slots: U64, word: Word) -> None:
+    slot = home(word >> _32, slots.shape[0])
+    while slots[slot] != _0:
+        slot += 1
+        if slot == slots.shape[0]:
+            slot = 0
+    slots[slot] = word
+
+
+@compiled
 def rehash(old: U64, new: U64) -> None:
-    """Move all entries of `old` into the empty, larger `new`."""
-    for slot in range(old.shape[0] >> 1):
-        key = old[2 * slot]
-        if key != _0:
-            place = find(new, key)
-            new[2 * place] = key
-            new[2 * place + 1] = old[2 * slot + 1]
+    """Move all slots of `old` into the empty, larger `new`."""
+    for slot in range(old.shape[0]):
+        if old[slot] != _0:
+            put_slot(new, old[slot])
 
 
-@_compiled
+@compiled
+def pack(
+    entries: U64, rows: U64, state: I64, slots: U64, packed: U64, packed_rows: U64, uses: I64
+) -> None:
+    """Move all entries, in their order, and rows in use into new empty arrays without gaps."""
+    moved = np.zeros(rows.shape[0], np.int64)
+    row = 0
+    place = 0
+    for old in range(state[TOP]):
+        key = entries[2 * old]
+        if key == _0:
+            continue
+        value = entries[2 * old + 1]
+        if value & _LOW_WORD == _0:
+            was = row_of(value)
+            if moved[was] == 0:
+                packed_rows[row, :, :] = rows[was, :, :]
+                row += 1
+                moved[was] = row
+            uses[moved[was] - 1] += 1
+            value = np.uint64(moved[was]) << _16
+        packed[2 * place] = key
+        packed[2 * place + 1] = value
+        place += 1
+        put_slot(slots, ((key * _MIX) & ~_LOW_HALF) | np.uint64(place))
+    state[TOP] = place
+    state[CURSOR] = 0
+    state[ROWS] = row
+    list_free_rows(uses, state, row)
+
+
+@compiled
+def list_free_rows(uses: I64, state: I64, first: Int) -> None:
+    """Put all rows from `first` on in front of the list of free rows, so that they go in order."""
+    for row in range(uses.shape[0] - 1, first - 1, -1):
+        uses[row] = -2 - state[FREE_ROW]
+        state[FREE_ROW] = row
+
+
+@inlined
+def row_of(value: Word) -> Int:
+    return np.int64(value >> _16) - 1
+
+
+@part
 def tier_bits(rows: U64, value: Word, holder: Int) -> Word:
     """The tiers in which `holder` has the block whose holders are `value`."""
     if value & _LOW_WORD == _0:
-        row = np.int64(value >> _16) - 1
+        row = row_of(value)
         word = holder >> 6
         bit = np.uint64(holder & 63)
         if word >= rows.shape[2]:
@@ -140,35 +218,27 @@ def tier_bits(rows: U64, value: Word, holder: Int) -> Word:
     return _0
 
 
-@_compiled
-def put_in_row(rows: U64, row: Int, holder: Int, bits: Word) -> None:
-    mark = _1 << np.uint64(holder & 63)
+@part
+def mark(rows: U64, row: Int, holder: Int, bits: Word, is_there: bool) -> None:
+    """Write `bits` of `holder` in a row."""
+    one = _1 << np.uint64(holder & 63)
     for tier in range(TIERS):
         if (bits >> np.uint64(tier)) & _1 != _0:
-            rows[row, tier, holder >> 6] |= mark
+            if is_there:
+                rows[row, tier, holder >> 6] |= one
+            else:
+                rows[row, tier, holder >> 6] &= ~one
 
 
-@_compiled
-def count_row(rows: U64, row: Int, enough: Int) -> Int:
-    """Holders in a row; counting stops once there are more than `enough`."""
-    count = 0
-    for word in range(rows.shape[2]):
-        mask = rows[row, 0, word] | rows[row, 1, word] | rows[row, 2, word]
-        while mask != _0:
-            mask &= mask - _1
-            count += 1
-            if count > enough:
-                return count
-    return count
-
-
-@_compiled
-def row_inline(rows: U64, row: Int) -> Word:
-    """The inline form of a row with at most four holders."""
+@part
+def few_inline(rows: U64, row: Int) -> Word:
+    """The inline form of a row with at most three holders; 0 when there are more."""
     value = _0
     for word in range(rows.shape[2]):
         mask = rows[row, 0, word] | rows[row, 1, word] | rows[row, 2, word]
         while mask != _0:
+            if value >> _32 != _0:
+                return _0
             holder = word * 64 + lowest_bit(mask)
             mask &= mask - _1
             packed = (np.uint64(holder) << _3) | tier_bits(rows, np.uint64(row + 1) << _16, holder)
@@ -176,147 +246,248 @@ def row_inline(rows: U64, row: Int) -> Word:
     return value
 
 
-@_compiled
+@part
+def take_row(uses: I64, state: I64) -> Int:
+    """A row for one block. There must be a free one."""
+    row = state[FREE_ROW]
+    state[FREE_ROW] = -2 - uses[row]
+    state[ROWS] += 1
+    uses[row] = 1
+    return row
+
+
+@part
+def leave_row(uses: I64, state: I64, row: Int) -> None:
+    """One block less uses the row."""
+    uses[row] -= 1
+    if uses[row] == 0:
+        uses[row] = -2 - state[FREE_ROW]
+        state[FREE_ROW] = row
+        state[ROWS] -= 1
+
+
+@part
+def added(rows: U64, uses: I64, state: I64, value: Word, holder: Int, bit: Word) -> Word:
+    """Holders `value` of one block and this one. A row that others use is copied.
+
+    There must be a free row.
+    """
+    if value & _LOW_WORD == _0:
+        row = row_of(value)
+        if uses[row] > 1:
+            leave_row(uses, state, row)
+            copy = take_row(uses, state)
+            rows[copy, :, :] = rows[row, :, :]
+            row = copy
+    else:
+        shift = _0
+        while shift < _64:
+            word = (value >> shift) & _LOW_WORD
+            if word == _0:
+                return value | (((np.uint64(holder) << _3) | bit) << shift)
+            if word >> _3 == np.uint64(holder):
+                return value | (bit << shift)
+            shift += _16
+        row = take_row(uses, state)
+        rows[row, :, :] = _0
+        while value != _0:
+            mark(rows, row, np.int64((value & _LOW_WORD) >> _3), value & _7, True)
+            value >>= _16
+    mark(rows, row, holder, bit, True)
+    return np.uint64(row + 1) << _16
+
+
+@part
+def removed(rows: U64, uses: I64, state: I64, value: Word, holder: Int, bits: Word) -> Word:
+    """Holders `value` of one block less `bits`, of which `holder` has some; 0: nobody is left.
+
+    A row that others use is copied. There must be a free row.
+    """
+    if value & _LOW_WORD == _0:
+        row = row_of(value)
+        # Inline again at two, not four: a block that wavers around four would thrash.
+        few = few_inline(rows, row) if tier_bits(rows, value, holder) & ~bits == _0 else _0
+        if few == _0:
+            if uses[row] > 1:
+                leave_row(uses, state, row)
+                copy = take_row(uses, state)
+                rows[copy, :, :] = rows[row, :, :]
+                row = copy
+            mark(rows, row, holder, bits, False)
+            return np.uint64(row + 1) << _16
+        leave_row(uses, state, row)
+        value = few
+    shift = _0
+    rest = value
+    while (rest & _LOW_WORD) >> _3 != np.uint64(holder):
+        shift += _16
+        rest >>= _16
+    if rest & _7 & ~bits != _0:
+        return value & ~((rest & bits) << shift)
+    # The words above move down one place, so that the used ones stay at the low end.
+    return (value & ((_1 << shift) - _1)) | ((rest >> _16) << shift)
+
+
+@inlined
+def again(uses: I64, state: I64, value: Word, became: Word) -> Flag:
+    """Count rows when a block's holders change as another's did: `value` to `became`.
+
+    False when `value` stands for no holders from now on: it must not be compared with any more.
+    """
+    if became & _LOW_WORD == _0 and became != _0:
+        uses[row_of(became)] += 1
+    if value & _LOW_WORD != _0:
+        return True
+    leave_row(uses, state, row_of(value))
+    return uses[row_of(value)] > 0
+
+
+@compiled
 def store(
-    table: U64, rows: U64, free_rows: I64, state: I64, digests: U64,
+    slots: U64, entries: U64, rows: U64, uses: I64, state: I64, digests: U64,
     holder: Int, tier: Int, keys: U64, start: Int, grow_at: Int, capacity: Int,
-) -> Int:  # fmt: skip
-    """Add rows for keys[start:]; return where it stopped.
+) -> tuple[Int, Int, Int, Int]:  # fmt: skip
+    """Add rows for keys[start:]; return where it stopped, and how many rows it added, found
+    there already, and dropped.
 
     Less than len(keys) means: make the table larger (state[BLOCKS] reached grow_at), or else add
     free rows, then go on from there.
     """
     bit = _1 << np.uint64(tier)
-    for i in range(start, keys.shape[0]):
+    alone = (np.uint64(holder) << _3) | bit
+    changed, unchanged, dropped = 0, 0, 0
+    xor, seen, became = _0, _0, _0
+    place = -1
+    i = start
+    while i < keys.shape[0]:
         key = keys[i]
-        if key == _0:
-            state[UNCHANGED] += 1
-            continue
-        slot = find(table, key)
-        if table[2 * slot] == _0:
-            if state[BLOCKS] >= capacity:
-                state[DROPPED] += 1
+        place += 1
+        if place >= state[TOP] or entries[2 * place] != key or key == _0:
+            look_ahead(slots, entries, keys, i)
+            slot = find(slots, entries, key)
+            if key == _0:
+                unchanged += 1
+                i += 1
                 continue
-            if state[BLOCKS] >= grow_at:
-                return i
-            table[2 * slot] = key
-            table[2 * slot + 1] = (np.uint64(holder) << _3) | bit
-            state[BLOCKS] += 1
+            if slots[slot] == _0:
+                if state[BLOCKS] >= capacity:
+                    dropped += 1
+                    i += 1
+                    continue
+                if state[BLOCKS] >= grow_at:
+                    break
+                place = take_entry(entries, state)
+                slots[slot] = ((key * _MIX) & ~_LOW_HALF) | np.uint64(place + 1)
+                entries[2 * place] = key
+                entries[2 * place + 1] = alone
+                state[BLOCKS] += 1
+                changed += 1
+                xor ^= key
+                i += 1
+                continue
+            place = place_of(slots[slot])
+        value = entries[2 * place + 1]
+        if value == seen:
+            entries[2 * place + 1] = became
+            if not again(uses, state, value, became):
+                seen = _0
+        elif tier_bits(rows, value, holder) & bit != _0:
+            unchanged += 1
+            i += 1
+            continue
         else:
-            value = table[2 * slot + 1]
-            if tier_bits(rows, value, holder) & bit != _0:
-                state[UNCHANGED] += 1
-                continue
-            if value & _LOW_WORD == _0:
-                put_in_row(rows, np.int64(value >> _16) - 1, holder, bit)
-            else:
-                shift = _0
-                wanted = np.uint64(holder)
-                while shift < np.uint64(64):
-                    word = (value >> shift) & _LOW_WORD
-                    if word == _0:
-                        value |= ((wanted << _3) | bit) << shift
-                        break
-                    if word >> _3 == wanted:
-                        value |= bit << shift
-                        break
-                    shift += _16
-                if shift == np.uint64(64):
-                    if state[FREE_ROWS] == 0:
-                        return i
-                    state[FREE_ROWS] -= 1
-                    row = free_rows[state[FREE_ROWS]]
-                    rows[row, :, :] = _0
-                    while value != _0:
-                        word = value & _LOW_WORD
-                        put_in_row(rows, row, np.int64(word >> _3), word & _7)
-                        value >>= _16
-                    put_in_row(rows, row, holder, bit)
-                    value = np.uint64(row + 1) << _16
-                table[2 * slot + 1] = value
-        state[CHANGED] += 1
-        digests[holder, tier, 0] += _1
-        digests[holder, tier, 1] ^= key
-    return keys.shape[0]
+            if state[FREE_ROW] < 0:
+                break
+            became = added(rows, uses, state, value, holder, bit)
+            entries[2 * place + 1] = became
+            seen = value if became != value else _0
+        changed += 1
+        xor ^= key
+        i += 1
+    digests[holder, tier, 0] += np.uint64(changed)
+    digests[holder, tier, 1] ^= xor
+    return i, changed, unchanged, dropped
 
 
-@_compiled
-def drop_bits(
-    table: U64, rows: U64, free_rows: I64, state: I64, digests: U64,
-    slot: Int, holder: Int, bits: Word,
-) -> bool:  # fmt: skip
-    """Take `bits` (all present) of `holder` off a slot. True when the slot was emptied."""
-    key = table[2 * slot]
-    value = table[2 * slot + 1]
-    for tier in range(TIERS):
-        if (bits >> np.uint64(tier)) & _1 != _0:
-            digests[holder, tier, 0] -= _1
-            digests[holder, tier, 1] ^= key
-            state[CHANGED] += 1
-    if value & _LOW_WORD == _0:
-        row = np.int64(value >> _16) - 1
-        mark = _1 << np.uint64(holder & 63)
-        for tier in range(TIERS):
-            if (bits >> np.uint64(tier)) & _1 != _0:
-                rows[row, tier, holder >> 6] &= ~mark
-        # Back to inline at two, not four: a block that wavers around four would thrash.
-        if tier_bits(rows, value, holder) == _0 and count_row(rows, row, 2) <= 2:
-            table[2 * slot + 1] = row_inline(rows, row)
-            free_rows[state[FREE_ROWS]] = row
-            state[FREE_ROWS] += 1
-        return False
-    shift = _0
-    while (value >> shift) & _LOW_WORD == _0 or ((value >> shift) & _LOW_WORD) >> _3 != np.uint64(
-        holder
-    ):
-        shift += _16
-    value &= ~(bits << shift)
-    if (value >> shift) & _7 == _0:
-        # The words above move down one place, so that the used ones stay at the low end.
-        above = _0
-        if shift < np.uint64(48):
-            above = value >> (shift + _16)
-        value = (value & ((_1 << shift) - _1)) | (above << shift)
-    if value == _0:
-        erase(table, slot)
-        state[BLOCKS] -= 1
-        return True
-    table[2 * slot + 1] = value
-    return False
+@part
+def free_entry(slots: U64, entries: U64, state: I64, key: Word, place: Int) -> None:
+    entries[2 * place] = _0
+    state[BLOCKS] -= 1
+    while state[TOP] > 0 and entries[2 * state[TOP] - 2] == _0:
+        state[TOP] -= 1
+    free_slot(slots, key, place)
 
 
-@_compiled
+@compiled
 def remove(
-    table: U64, rows: U64, free_rows: I64, state: I64, digests: U64,
-    holder: Int, tier: Int, keys: U64,
-) -> None:  # fmt: skip
-    bit = _1 << np.uint64(tier)
-    for i in range(keys.shape[0]):
-        key = keys[i]
-        slot = find(table, key)
-        if (
-            key == _0
-            or table[2 * slot] == _0
-            or tier_bits(rows, table[2 * slot + 1], holder) & bit == _0
-        ):
-            state[UNCHANGED] += 1
-            continue
-        drop_bits(table, rows, free_rows, state, digests, slot, holder, bit)
+    slots: U64, entries: U64, rows: U64, uses: I64, state: I64, digests: U64,
+    holder: Int, tier: Int, keys: U64, start: Int,
+) -> tuple[Int, Int]:  # fmt: skip
+    """Take rows away for keys[start:]; return where it stopped, and how many there were.
 
-
-@_compiled
-def sweep(
-    table: U64, rows: U64, free_rows: I64, state: I64, digests: U64,
-    holder: Int, tiers: Word, slot: Int, budget: Int,
-) -> Int:  # fmt: skip
-    """Take `holder` off all slots from `slot` on, round the end; return where it stopped.
-
-    Stops when the digests say that nothing is left, or after `budget` slots. A removal between
-    two sweeps may shift an entry behind the cursor: the next round finds it.
+    Less than len(keys) means: add free rows, then go on from there.
     """
-    slots = table.shape[0] >> 1
-    if slot >= slots:
-        slot = 0
+    bit = _1 << np.uint64(tier)
+    alone = (np.uint64(holder) << _3) | bit
+    changed = 0
+    xor, seen, became = _0, _0, _0
+    place = -2
+    i = start
+    while i < keys.shape[0]:
+        key = keys[i]
+        i += 1
+        # Most are neighbours: leaves first, or as they came.
+        if place > 0 and entries[2 * place - 2] == key:
+            place -= 1
+        elif 0 <= place < state[TOP] - 1 and entries[2 * place + 2] == key:
+            place += 1
+        else:
+            word = slots[find(slots, entries, key)]
+            if word == _0:
+                continue
+            place = place_of(word)
+        value = entries[2 * place + 1]
+        if value == alone:
+            if key != _0:
+                look_ahead(slots, entries, keys, i)
+                entries[2 * place + 1] = _0
+                free_entry(slots, entries, state, key, place)
+                changed += 1
+                xor ^= key
+            continue
+        if value == seen:
+            entries[2 * place + 1] = became
+            if not again(uses, state, value, became):
+                seen = _0
+        elif key == _0 or tier_bits(rows, value, holder) & bit == _0:
+            continue
+        else:
+            if state[FREE_ROW] < 0:
+                i -= 1
+                break
+            became = removed(rows, uses, state, value, holder, bit)
+            entries[2 * place + 1] = became
+            seen = value if became != value else _0
+            if value & _LOW_WORD == _0 and uses[row_of(value)] <= 0:
+                seen = _0
+        changed += 1
+        xor ^= key
+    digests[holder, tier, 0] -= np.uint64(changed)
+    digests[holder, tier, 1] ^= xor
+    return i, changed
+
+
+@compiled
+def sweep(
+    slots: U64, entries: U64, rows: U64, uses: I64, state: I64, digests: U64,
+    holder: Int, tiers: Word, place: Int, budget: Int,
+) -> tuple[Int, Int]:  # fmt: skip
+    """Take `holder` off all entries from `place` on, round the end.
+
+    Returns where it stopped and what is left of `budget` entries: none, or some when the digests
+    say that no row is left, or else when there is no free bitmap row.
+    """
+    seen, became = _0, _0
     while budget > 0:
         left = _0
         for tier in range(TIERS):
@@ -324,195 +495,53 @@ def sweep(
                 left += digests[holder, tier, 0]
         if left == _0:
             break
+        if place >= state[TOP]:
+            place = 0
+        key = entries[2 * place]
+        value = entries[2 * place + 1]
+        bits = tier_bits(rows, value, holder) & tiers if key != _0 else _0
+        if bits != _0:
+            if value == seen:
+                if not again(uses, state, value, became):
+                    seen = _0
+            else:
+                if state[FREE_ROW] < 0:
+                    break
+                became = removed(rows, uses, state, value, holder, bits)
+                seen = value if became != value else _0
+                if value & _LOW_WORD == _0 and uses[row_of(value)] <= 0:
+                    seen = _0
+            entries[2 * place + 1] = became
+            for tier in range(TIERS):
+                if (bits >> np.uint64(tier)) & _1 != _0:
+                    digests[holder, tier, 0] -= _1
+                    digests[holder, tier, 1] ^= key
+            if became == _0:
+                free_entry(slots, entries, state, key, place)
         budget -= 1
-        emptied = False
-        if table[2 * slot] != _0:
-            bits = tier_bits(rows, table[2 * slot + 1], holder) & tiers
-            if bits != _0:
-                emptied = drop_bits(table, rows, free_rows, state, digests, slot, holder, bits)
-        if not emptied:  # else another entry may have moved here
-            slot += 1
-            if slot == slots:
-                slot = 0
-    return slot
+        place += 1
+    return place, budget
 
 
-@_compiled
+@compiled
 def collect(
-    table: U64, rows: U64, holder: Int, tier: Word, start: Int, stop: Int, found: U64
+    entries: U64, rows: U64, holder: Int, tier: Word, start: Int, stop: Int, found: U64
 ) -> Int:
-    """Write the keys that `holder` has in `tier` (one bit) in slots start..stop - 1; how many.
+    """Write the keys that `holder` has in `tier` (one bit) at places start..stop - 1; how many.
 
     `found` has room for all.
     """
     count = 0
-    for slot in range(start, stop):
+    for place in range(start, stop):
         if count == found.shape[0]:
             break
-        value = table[2 * slot + 1]
-        if table[2 * slot] != _0 and tier_bits(rows, value, holder) & tier != _0:
-            found[count] = table[2 * slot]
+        value = entries[2 * place + 1]
+        if value != _0 and tier_bits(rows, value, holder) & tier != _0:
+            found[count] = entries[2 * place]
             count += 1
     return count
 
 
-@_compiled
-def fastest(rows: U64, links: I64, value: Word, holder: Int) -> Int:
-    """The fastest tier in which `holder` or its base has the block: 0, 1, 2, or NOWHERE."""
-    if value == _0:
-        return NOWHERE
-    bits = tier_bits(rows, value, holder)
-    if links[holder, BASE] >= 0:
-        bits |= tier_bits(rows, value, links[holder, BASE])
-    if bits & _1 != _0:
-        return 0
-    if bits & _2 != _0:
-        return 1
-    return 2 if bits != _0 else NOWHERE
-
-
-@_compiled
-def start_runs(rows: U64, links: I64, runs: I64, active: I64, value: Word, holder: Int) -> None:
-    """Begin the runs of `holder` and of those whose base it is. active[-1] is their count."""
-    last = active.shape[0] - 1
-    who = holder
-    while who >= 0:
-        if runs[who, PLACE] < 0:
-            runs[who, TIER] = fastest(rows, links, value, who)
-            runs[who, SINCE] = runs[who, HBM] = runs[who, DRAM] = 0
-            runs[who, PLACE] = active[last]
-            active[active[last]] = who
-            active[last] += 1
-        who = links[holder, FIRST] if who == holder else links[who, NEXT]
-
-
-@_compiled
-def go_on(
-    rows: U64, links: I64, runs: I64, active: I64, out: I64,
-    found: Int, value: Word, holder: Int, position: Int,
-) -> Int:  # fmt: skip
-    """Take a holder's run on to a block that may differ from the one before; return `found`.
-
-    A run that ends here goes to out[found], and the last active holder takes its place.
-    """
-    tier = fastest(rows, links, value, holder)
-    was = runs[holder, TIER]
-    if tier == was:
-        return found
-    if was < 2:
-        runs[holder, HBM + was] += position - runs[holder, SINCE]
-    runs[holder, TIER] = tier
-    runs[holder, SINCE] = position
-    if tier != NOWHERE:
-        return found
-    last = active.shape[0] - 1
-    active[last] -= 1
-    moved = active[active[last]]
-    active[runs[holder, PLACE]] = moved
-    runs[moved, PLACE] = runs[holder, PLACE]
-    runs[holder, PLACE] = -1
-    out[found, 0] = holder
-    out[found, 1] = position
-    out[found, 2] = runs[holder, HBM]
-    out[found, 3] = runs[holder, DRAM]
-    return found + 1
-
-
-@_compiled
-def watch(links: I64, runs: I64, watched: U64, holder: Int) -> None:
-    """Mark whose bits matter: `holder`'s if it, or one whose base it is, is still active."""
-    matters = runs[holder, PLACE] >= 0
-    who = links[holder, FIRST]
-    while who >= 0 and not matters:
-        matters = runs[who, PLACE] >= 0
-        who = links[who, NEXT]
-    mark = _1 << np.uint64(holder & 63)
-    if matters:
-        watched[holder >> 6] |= mark
-    else:
-        watched[holder >> 6] &= ~mark
-
-
-@_compiled
-def walk(table: U64, rows: U64, links: I64, keys: U64, out: I64, runs: I64, active: I64) -> Int:
-    """Leading runs of a chain: out[n] = (holder, hit, hbm, dram); return how many.
-
-    Blocks whose holders are those of the block before cost a comparison; else only runs that this
-    block may end or take to another tier are looked at. All of runs[:, PLACE] is -1 before and
-    after.
-    """
-    total = keys.shape[0]
-    found = 0
-    if total == 0:
-        return found
-    last = active.shape[0] - 1
-    active[last] = 0
-    slot = find(table, keys[0])
-    was = _0
-    if table[2 * slot] != _0:
-        was = table[2 * slot + 1]
-    watched = np.zeros(rows.shape[2], np.uint64)
-    if was & _LOW_WORD != _0:
-        rest = was
-        while rest != _0:
-            start_runs(rows, links, runs, active, was, np.int64((rest & _LOW_WORD) >> _3))
-            rest >>= _16
-    elif was != _0:
-        row = np.int64(was >> _16) - 1
-        for word in range(rows.shape[2]):
-            mask = rows[row, 0, word] | rows[row, 1, word] | rows[row, 2, word]
-            while mask != _0:
-                start_runs(rows, links, runs, active, was, word * 64 + lowest_bit(mask))
-                mask &= mask - _1
-        for n in range(active[last]):
-            watch(links, runs, watched, active[n])
-            if links[active[n], BASE] >= 0:
-                watch(links, runs, watched, links[active[n], BASE])
-    for position in range(1, total + 1):
-        if active[last] == 0:
-            break
-        value = _0
-        if position < total:
-            slot = find(table, keys[position])
-            if table[2 * slot] != _0:
-                value = table[2 * slot + 1]
-        if value == was:
-            continue
-        if value != _0 and was & _LOW_WORD == _0 and value & _LOW_WORD == _0:
-            row = np.int64(value >> _16) - 1
-            before = np.int64(was >> _16) - 1
-            for word in range(rows.shape[2]):
-                if watched[word] == _0:
-                    continue
-                mask = (
-                    (rows[row, 0, word] ^ rows[before, 0, word])
-                    | (rows[row, 1, word] ^ rows[before, 1, word])
-                    | (rows[row, 2, word] ^ rows[before, 2, word])
-                ) & watched[word]
-                while mask != _0:
-                    changed = word * 64 + lowest_bit(mask)
-                    mask &= mask - _1
-                    ended = found
-                    who = changed
-                    while who >= 0:
-                        next_ = links[changed, FIRST] if who == changed else links[who, NEXT]
-                        if runs[who, PLACE] >= 0:
-                            found = go_on(
-                                rows, links, runs, active, out, found, value, who, position
-                            )
-                        who = next_
-                    for n in range(ended, found):
-                        watch(links, runs, watched, out[n, 0])
-                        if links[out[n, 0], BASE] >= 0:
-                            watch(links, runs, watched, links[out[n, 0], BASE])
-        else:
-            for n in range(active[last] - 1, -1, -1):
-                found = go_on(rows, links, runs, active, out, found, value, active[n], position)
-            # watched is a superset now, or (inline before) not made yet
-            if value & _LOW_WORD == _0:
-                for n in range(active[last]):
-                    watch(links, runs, watched, active[n])
-                    if links[active[n], BASE] >= 0:
-                        watch(links, runs, watched, links[active[n], BASE])
-        was = value
-    return found
+STAMP = zlib.crc32(Path(__file__).read_bytes())
+"""What kernels in other files that call parts of this one close over, which makes it a part of the
+key of their cache: Numba does not notice by itself that a function elsewhere has changed."""

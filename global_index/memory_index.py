@@ -1,7 +1,8 @@
-"""The default index: open addressing in numpy arrays, walked by Numba kernels.
+"""The default index: entries in the order of their coming, found through a hash table of places.
 
-16 bytes a slot at a load of 1/2 to 3/4, so 21 to 32 bytes a block with at most four holders; a
-block with more takes a bitmap row of 3 x 8 bytes for each 64 holders known. Costs: README.md.
+16 bytes an entry, of which at most a twelfth are free, and 8 a slot at a load of 9/16 to 3/4: 27
+to 32 bytes a block with at most four holders. A block with more takes a bitmap row of 3 x 8 bytes
+for each 64 holders known. Numpy arrays, walked by Numba kernels. Costs: README.md.
 """
 
 from __future__ import annotations
@@ -27,36 +28,39 @@ from global_index.index import (
     Holding,
     TableSize,
 )
+from global_index.jit import I64, U64
 from global_index.kernels import (
-    BASE,
     BLOCKS,
-    CHANGED,
-    DROPPED,
-    FIRST,
-    FREE_ROWS,
-    NEXT,
-    PLACE,
-    UNCHANGED,
+    FREE_ROW,
+    ROWS,
+    TOP,
 )
+from global_index.walk import BASE, FIRST, NEXT, PLACE, walk
 
 _MIN_SLOTS = 1024
-_MAX_SLOTS = 1 << 32  # `home` multiplies 32 bits by the slot count
+_MAX_SLOTS = 1 << 32  # a slot has 32 bits for its tag and 32 for a place
 _ALL_TIERS = 0b111
 _BUCKETS_AT_ONCE = 4
 """A 64th of the table: two milliseconds at five million blocks."""
+_U64 = np.dtype(np.uint64)
 
 
 class MemoryIndex:
-    """A `BlockIndex`. Grows by half when 3/4 full, up to `capacity_blocks` blocks."""
+    """A `BlockIndex`. Grows by a third when 3/4 full, up to `capacity_blocks` blocks.
+
+    Shrinks when three quarters of that stand empty.
+    """
 
     def __init__(self, capacity_blocks: int) -> None:
         if not 1 <= capacity_blocks <= _MAX_SLOTS // 2:
             raise ValueError(f"capacity_blocks {capacity_blocks} is not in 1..{_MAX_SLOTS // 2}")
         self._capacity = capacity_blocks
-        self._table = np.zeros(2 * _MIN_SLOTS, np.uint64)
+        self._slots = np.zeros(_MIN_SLOTS, np.uint64)
+        self._entries = _new_entries(_MIN_SLOTS)
         self._rows = np.zeros((0, kernels.TIERS, 1), np.uint64)
-        self._free_rows = np.zeros(0, np.int64)
+        self._uses = np.zeros(0, np.int64)
         self._state = np.zeros(kernels.STATE_WORDS, np.int64)
+        self._state[FREE_ROW] = -1
         self._digests = np.zeros((MAX_HOLDERS, kernels.TIERS, 2), np.uint64)
         self._cursors: dict[Holder, int] = {}
         self._links = BaseLinks()
@@ -67,48 +71,58 @@ class MemoryIndex:
 
     def apply_stored(self, holder: Holder, tier: Tier, keys: Keys) -> Applied:
         keys = _u64(keys)
-        self._admit(holder)
-        self._state[CHANGED:] = 0
-        done = 0
+        if not 0 <= holder < 64 * self._rows.shape[2]:
+            self._widen(holder)
+        done = changed = unchanged = dropped = 0
         while True:
-            done = kernels.store(
-                self._table,
+            done, added, found, refused = kernels.store(
+                self._slots,
+                self._entries,
                 self._rows,
-                self._free_rows,
+                self._uses,
                 self._state,
                 self._digests,
                 holder,
                 tier - 1,
                 keys,
                 done,
-                self._grow_at(),
+                _grow_at(self._slots.size),
                 self._capacity,
             )
+            changed, unchanged, dropped = changed + added, unchanged + found, dropped + refused
             if done == keys.size:
-                return self._applied()
-            if self._state[BLOCKS] >= self._grow_at():
-                self._grow_table()
+                return Applied(changed, unchanged, dropped)
+            if self._state[BLOCKS] >= _grow_at(self._slots.size):
+                self._grow()
             else:
                 self._grow_rows()
 
     def apply_removed(self, holder: Holder, tier: Tier, keys: Keys) -> Applied:
-        self._state[CHANGED:] = 0
-        kernels.remove(
-            self._table,
-            self._rows,
-            self._free_rows,
-            self._state,
-            self._digests,
-            holder,
-            tier - 1,
-            _u64(keys),
-        )
-        return self._applied()
+        keys = _u64(keys)
+        done = changed = 0
+        while True:
+            done, taken = kernels.remove(
+                self._slots,
+                self._entries,
+                self._rows,
+                self._uses,
+                self._state,
+                self._digests,
+                holder,
+                tier - 1,
+                keys,
+                done,
+            )
+            changed += taken
+            if done == keys.size:
+                break
+            self._grow_rows()
+        self._shrink()
+        return Applied(changed, keys.size - changed, 0)
 
     def clear_tier(self, holder: Holder, tier: Tier) -> int:
         removed = self.digest(holder, tier).blocks
-        while self.digest(holder, tier).blocks:
-            self._sweep(holder, 1 << (tier - 1), 0, EVERYTHING)
+        self._sweep(holder, 1 << (tier - 1), 0, EVERYTHING)
         return removed
 
     def remove_holder(self, holder: Holder, budget_slots: int = EVERYTHING) -> bool:
@@ -133,34 +147,39 @@ class MemoryIndex:
         )
 
     def query(self, keys: Keys) -> list[HolderHit]:
-        found = kernels.walk(
-            self._table,
+        found = walk(
+            self._slots,
+            self._entries,
             self._rows,
             self._link_table,
+            self._state[TOP],
             _u64(keys),
             self._out,
             self._runs,
             self._active,
         )
-        return [HolderHit(*row) for row in self._out[:found].tolist()]
+        return [*map(HolderHit._make, self._out[:found].tolist())]
 
     def holdings(self, key: IndexKey) -> tuple[Holding, ...]:
-        slot = kernels.find(self._table, np.uint64(key))
+        word = int(self._slots[kernels.slot_of(self._slots, self._entries, np.uint64(key))])
+        if not word:
+            return ()
         return tuple(
             Holding(Holder(holder), tuple(tier for tier in Tier if bits >> (tier - 1) & 1))
-            for holder, bits in sorted(self._unpack(int(self._table[2 * slot + 1])).items())
+            for holder, bits in sorted(self._unpack(self._value((word & 0xFFFFFFFF) - 1)).items())
         )
 
     def rows(self, holder: Holder, tier: Tier) -> Keys:
         return self.collect(holder, tier, 0, EVERYTHING).keys
 
     def collect(self, holder: Holder, tier: Tier, start_slot: int, budget_slots: int) -> Collected:
-        slots = len(self._table) // 2
-        stop = min(slots, start_slot + budget_slots)
-        out = np.empty(min(stop - start_slot, self.digest(holder, tier).blocks), np.uint64)
+        top = int(self._state[TOP])
+        start = min(start_slot, top)  # it may have shrunk
+        stop = min(top, start + budget_slots)
+        out = np.empty(min(stop - start, self.digest(holder, tier).blocks), np.uint64)
         bit = np.uint64(1 << (tier - 1))
-        found = kernels.collect(self._table, self._rows, holder, bit, start_slot, stop, out)
-        return Collected(out[:found], stop if stop < slots else None)
+        found = kernels.collect(self._entries, self._rows, holder, bit, start, stop, out)
+        return Collected(out[:found], stop if stop < top else None)
 
     @property
     def buckets_at_once(self) -> int:
@@ -177,7 +196,15 @@ class MemoryIndex:
         room = 64 + int(self._digests[holder, tier - 1, 0]) // BUCKETS * 2
         while True:
             out = np.empty(room, np.uint64)
-            found = bucket_rows(self._table, self._rows, holder, tier - 1, np.uint64(bucket), out)
+            found = bucket_rows(
+                self._slots,
+                self._entries,
+                self._rows,
+                holder,
+                tier - 1,
+                np.uint64(bucket),
+                out,
+            )
             if found <= room:
                 return out[:found]
             room = found
@@ -187,19 +214,25 @@ class MemoryIndex:
         return TierDigest(tier, blocks, xor)
 
     def size(self) -> TableSize:
-        arrays = (self._table, self._rows, self._free_rows)
+        arrays = (self._slots, self._entries, self._rows, self._uses)
         return TableSize(
             int(self._state[BLOCKS]), self._capacity, sum(array.nbytes for array in arrays)
         )
 
     def check_integrity(self) -> None:
-        slots = np.flatnonzero(self._table[::2])
-        assert len(slots) == self._state[BLOCKS] <= self._capacity, "block count is wrong"
+        blocks, top = (int(number) for number in self._state[[BLOCKS, TOP]])
+        keys = self._entries[::2]
+        places = np.flatnonzero(keys)
+        assert len(places) == blocks <= self._capacity, "block count is wrong"
+        assert np.count_nonzero(self._slots) == blocks, "a slot leads nowhere"
+        assert not places.size or places[-1] < top, "an entry stands above the top"
+        assert blocks <= _grow_at(self._slots.size), "no room was made"
         digests = np.zeros_like(self._digests)
         rows_used: list[int] = []
-        for slot in slots.tolist():
-            key, value = self._table[2 * slot], int(self._table[2 * slot + 1])
-            assert kernels.find(self._table, key) == slot, f"key {key} cannot be found"
+        for place in places.tolist():
+            key, value = keys[place], self._value(place)
+            word = int(self._slots[kernels.slot_of(self._slots, self._entries, key)])
+            assert (word & 0xFFFFFFFF) - 1 == place, f"key {key} cannot be found"
             if value & 0xFFFF == 0:
                 rows_used.append((value >> 16) - 1)
             held = self._unpack(value)
@@ -216,8 +249,16 @@ class MemoryIndex:
         _write_links(self._links, self._links.bases(), expected)
         assert np.array_equal(expected, self._link_table), "the kernels know other links"
         assert (self._runs[:, PLACE] == -1).all(), "a walk left a run behind"
-        free = self._free_rows[: self._state[FREE_ROWS]].tolist()
-        assert sorted(rows_used + free) == list(range(len(self._rows))), "a bitmap row is lost"
+        used = np.bincount(rows_used, minlength=len(self._rows))
+        assert np.array_equal(used, np.maximum(self._uses, 0)), "uses of a row are miscounted"
+        assert np.count_nonzero(used) == self._state[ROWS], "rows in use are miscounted"
+        free, row = 0, int(self._state[FREE_ROW])
+        while row >= 0:
+            free, row = free + 1, -2 - int(self._uses[row])
+        assert free + self._state[ROWS] == len(self._rows), "a free row is lost"
+
+    def _value(self, place: int) -> int:
+        return int(self._entries[2 * place + 1])
 
     def _unpack(self, value: int) -> dict[int, int]:
         """A slot's holders and their tier bits."""
@@ -236,56 +277,87 @@ class MemoryIndex:
             value >>= 16
         return held
 
-    def _sweep(self, holder: Holder, tiers: int, slot: int, budget: int) -> int:
-        return int(
-            kernels.sweep(
-                self._table,
+    def _sweep(self, holder: Holder, tiers: int, place: int, budget: int) -> int:
+        while True:
+            place, budget = kernels.sweep(
+                self._slots,
+                self._entries,
                 self._rows,
-                self._free_rows,
+                self._uses,
                 self._state,
                 self._digests,
                 holder,
                 np.uint64(tiers),
-                slot,
+                place,
                 budget,
             )
-        )
+            is_done = not any(
+                self._digests[holder, tier, 0] for tier in range(kernels.TIERS) if tiers >> tier & 1
+            )
+            if is_done or budget == 0:
+                break
+            self._grow_rows()
+        self._shrink()
+        return place
 
-    def _admit(self, holder: Holder) -> None:
+    def _widen(self, holder: Holder) -> None:
         """Make bitmap rows wide enough for `holder`; doubles, so a fleet that grows pays little."""
         if not 0 <= holder < MAX_HOLDERS:
             raise IntegrityError(f"holder {holder} is not in 0..{MAX_HOLDERS - 1}")
         words = self._rows.shape[2]
-        if holder >= 64 * words:
-            while holder >= 64 * words:
-                words *= 2
-            wider = np.zeros((len(self._rows), kernels.TIERS, words), np.uint64)
-            wider[:, :, : self._rows.shape[2]] = self._rows
-            self._rows = wider
+        while holder >= 64 * words:
+            words *= 2
+        wider = np.zeros((len(self._rows), kernels.TIERS, words), np.uint64)
+        wider[:, :, : self._rows.shape[2]] = self._rows
+        self._rows = wider
 
-    def _grow_at(self) -> int:
-        return len(self._table) // 2 * 3 // 4
-
-    def _grow_table(self) -> None:
-        slots = len(self._table) // 2
-        wanted = min(slots + slots // 2, self._capacity * 4 // 3 + 64)
-        larger = np.zeros(2 * max(wanted, slots + 64), np.uint64)
-        kernels.rehash(self._table, larger)
-        self._table = larger
+    def _grow(self) -> None:
+        slots = self._slots.size
+        largest = self._capacity * 4 // 3 + 64
+        larger = np.zeros(max(min(slots + slots // 3, largest), slots + 64), np.uint64)
+        entries = _new_entries(larger.size)
+        used = 2 * int(self._state[TOP])
+        entries[:used] = self._entries[:used]
+        self._entries = entries
+        kernels.rehash(self._slots, larger)
+        self._slots = larger
 
     def _grow_rows(self) -> None:
         old = len(self._rows)
         new = old + old // 2 + 64
         rows = np.zeros((new, *self._rows.shape[1:]), np.uint64)
         rows[:old] = self._rows
-        free = np.zeros(new, np.int64)
-        free[: new - old] = np.arange(old, new)
-        self._rows, self._free_rows = rows, free
-        self._state[FREE_ROWS] = new - old
+        self._rows = rows
+        self._uses = np.append(self._uses, np.zeros(new - old, np.int64))
+        kernels.list_free_rows(self._uses, self._state, old)
 
-    def _applied(self) -> Applied:
-        state = self._state
-        return Applied(int(state[CHANGED]), int(state[UNCHANGED]), int(state[DROPPED]))
+    def _shrink(self) -> None:
+        """Give memory back when the table, or the bitmap rows, stand three quarters empty."""
+        blocks, slots = int(self._state[BLOCKS]), self._slots.size
+        rows = int(self._state[ROWS])
+        is_sparse = slots > _MIN_SLOTS and 4 * blocks < _grow_at(slots)
+        if not is_sparse and (len(self._rows) <= 256 or 4 * rows >= len(self._rows)):
+            return
+        if is_sparse:
+            slots = max(2 * blocks, _MIN_SLOTS)
+        packed = _new_entries(slots)
+        packed_rows = np.zeros((2 * rows, *self._rows.shape[1:]), np.uint64)
+        smaller = np.zeros(slots, np.uint64)
+        uses = np.zeros(2 * rows, np.int64)
+        self._state[FREE_ROW] = -1
+        kernels.pack(self._entries, self._rows, self._state, smaller, packed, packed_rows, uses)
+        self._slots, self._entries = smaller, packed
+        self._rows, self._uses = packed_rows, uses
+
+
+def _grow_at(slots: int) -> int:
+    return slots * 3 // 4
+
+
+def _new_entries(slots: int) -> U64:
+    """Room for the most blocks that so many slots take and a twelfth more, so some stay free."""
+    blocks = _grow_at(slots)
+    return np.zeros(2 * (blocks + blocks // 12 + 64), np.uint64)
 
 
 def warm_kernels() -> None:
@@ -302,7 +374,7 @@ def warm_kernels() -> None:
     index.bucket_keys(Holder(2), Tier.DRAM, 0)
 
 
-def _write_links(links: BaseLinks, bases: Iterable[Holder], table: kernels.I64) -> None:
+def _write_links(links: BaseLinks, bases: Iterable[Holder], table: I64) -> None:
     """Write who has these bases: for each a list linked by holder numbers."""
     for base in bases:
         last, place = base, FIRST
@@ -315,4 +387,6 @@ def _write_links(links: BaseLinks, bases: Iterable[Holder], table: kernels.I64) 
 
 def _u64(keys: Keys) -> Keys:
     """The one array type that the kernels are compiled for; keys from the wire are read-only."""
+    if keys.dtype == _U64 and keys.flags.carray:
+        return keys
     return np.require(keys, np.uint64, ["C", "A", "W"])
