@@ -9,10 +9,10 @@ PROTOS = $(wildcard proto/emberkv_proto/v1/*.proto)
 PROTOC = $(PROTO_VENV)/bin/python -m grpc_tools.protoc -I proto
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo redis-server test test-fast test-vllm test-k8s kustomize image lint fmt type proto proto-check check ci crash soak index-model bench clean
+.PHONY: help setup demo redis-server test test-fast test-vllm test-k8s kube-control-plane kustomize image lint fmt type proto proto-check check ci crash soak index-model bench clean
 
 help: ## list the targets
-	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
 
 setup: $(VENV)/.ready ## make the virtual environment and install everything into it
 
@@ -53,6 +53,9 @@ $(K8S_VENV)/.ready: deploy/requirements-k8s.txt deploy/fetch-helm.sh
 
 test-k8s: setup $(K8S_VENV)/.ready ## run the tests of chart, kustomize and pods; says what it could not check
 	$(BIN)/python -m pytest tests/k8s $(TEST_ARGS)
+
+kube-control-plane: ## build a real control plane for test-k8s, once a machine
+	@bash tests/k8s/build-control-plane.sh
 
 kustomize: $(K8S_VENV)/.ready ## write what kustomize uses anew, from the chart
 	sh deploy/render-kustomize.sh $(K8S_VENV)/bin/helm
@@ -100,7 +103,7 @@ redis-server: ## install a Redis server from the system's packages if there is n
 	  || { echo "no redis-server, and apt-get cannot install one: install Redis 7 or Valkey" >&2; exit 1; }
 
 ci: export EMBERKV_REQUIRE_REDIS = 1
-ci: redis-server lint type proto-check test demo test-vllm test-k8s ## what CI runs
+ci: redis-server lint type proto-check test demo test-vllm kube-control-plane test-k8s ## what CI runs
 
 RUNS ?= 1000
 SEED ?= 1
