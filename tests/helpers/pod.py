@@ -194,9 +194,9 @@ class Pod:
             return 0
 
     def wait_for(self, container_name: str, kind: str, running: Running) -> None:
-        """Until a probe succeeds, for as long as its failureThreshold allows, 50 s at most."""
+        """Until a probe succeeds; as long as kubelet would wait, two minutes at most."""
         probe = self.container(container_name)[kind]
-        allowed = min(50.0, probe["failureThreshold"] * probe["periodSeconds"])
+        allowed = min(120.0, probe["failureThreshold"] * probe["periodSeconds"])
         deadline = time.monotonic() + allowed
         while self.probe(container_name, kind) != 200:
             if running.process.poll() is not None:

@@ -28,7 +28,9 @@ def rows(heading: str) -> list[list[str]]:
 
 def test_every_value_it_names_exists() -> None:
     values = yaml.safe_load((CHART / "values.yaml").read_text())
-    named = set(re.findall(rf"(?<![-/\w\[])(?:{'|'.join(PARTS)})(?:\.[a-zA-Z_]+)+", TEXT)) - SETTINGS
+    named = (
+        set(re.findall(rf"(?<![-/\w\[])(?:{'|'.join(PARTS)})(?:\.[a-zA-Z_]+)+", TEXT)) - SETTINGS
+    )
     assert len(named) > 20
     for name in sorted(named):
         at = values
