@@ -20,11 +20,12 @@ from typing import Protocol, TypeVar
 
 from client_sdk import faults, logs
 from client_sdk.index_client import IndexClient
+from client_sdk.operator_gate import OperatorGate, open_token
 from client_sdk.tls import Tls
 from emberkv_proto.errors import EmberError
 from emberkv_proto.types import NodeId, Tier
 from store_daemon.block import StoredNamespace
-from store_daemon.config import DaemonSettings
+from store_daemon.config import DaemonSection, DaemonSettings
 from store_daemon.files import write_durably
 from store_daemon.grpc_server import GrpcParts, GrpcServer
 from store_daemon.http_server import HttpServer
@@ -35,7 +36,6 @@ from store_daemon.local_server import LocalServer, remove_stale_socket
 from store_daemon.metric_families import MetricSources
 from store_daemon.metrics import StoreCollector
 from store_daemon.notify import ServiceManager
-from store_daemon.operator_gate import OperatorGate, open_token
 from store_daemon.operators import operator_calls
 from store_daemon.peers import PeerPuller
 from store_daemon.preflight import check_machine
@@ -138,7 +138,7 @@ class Daemon:
         remove_stale_socket(daemon.socket_path)
         tls_files = daemon.tls_files()
         tls = Tls.read(tls_files) if tls_files is not None else None
-        gate = OperatorGate(open_token(daemon))
+        gate = OperatorGate(_token(daemon))
         http = HttpServer(self.life)
         metrics_address = await http.start(daemon.metrics_host, daemon.metrics_port)
         stack.push_async_callback(http.close)
@@ -251,7 +251,7 @@ class Daemon:
         )
 
         def apply(changed: DaemonSettings) -> None:
-            gate.token = open_token(changed.daemon)
+            gate.token = _token(changed.daemon)
             store.reconfigure(changed)
             servicer.reconfigure(changed.daemon)
             server.reconfigure(changed.daemon)
@@ -347,6 +347,11 @@ class Daemon:
         )
         grpc_address = self.endpoints.grpc_address if self.endpoints is not None else ""
         publisher.announce(NodeFacts(servicer.state, engines, grpc_address))
+
+
+def _token(daemon: DaemonSection) -> bytes | None:
+    is_private = daemon.tls_files() is not None
+    return open_token(daemon.operator_token_file, is_private, "daemon.operator_token_file")
 
 
 def _close_opened(future: Future[C]) -> None:

@@ -13,6 +13,7 @@ from google.protobuf.message import Message
 
 from client_sdk import aio
 from client_sdk.index_client import MAX_MESSAGE_BYTES
+from client_sdk.operator_gate import OperatorGate
 from client_sdk.tls import Tls, bind
 from emberkv_proto.convert import (
     batch_to_wire,
@@ -32,7 +33,6 @@ from emberkv_proto.v1 import common_pb2, index_pb2, index_pb2_grpc, store_pb2, s
 from store_daemon.config import DaemonSection
 from store_daemon.grpc_errors import Context, errors_answered
 from store_daemon.life import Life
-from store_daemon.operator_gate import OperatorGate
 from store_daemon.operator_server import OperatorCalls, OperatorService
 from store_daemon.ports import PeerStore
 from store_daemon.publisher import BucketWish, Published, Publisher

@@ -9,12 +9,12 @@ import grpc
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
+from client_sdk.operator_gate import OperatorGate
 from emberkv_proto import __version__
 from emberkv_proto.errors import InvalidRequestError, UnavailableError
 from emberkv_proto.v1 import store_pb2
 from store_daemon.grpc_errors import Context, errors_answered
 from store_daemon.life import Life
-from store_daemon.operator_gate import OperatorGate
 
 OperatorCalls = Mapping[str, Callable[[Any], Awaitable[Message]]]
 """Each call of service Operator -> what answers its request; it may raise EmberError."""

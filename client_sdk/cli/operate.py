@@ -67,8 +67,8 @@ def find_daemon(
 
     Raises ConfigError: the configuration, a TLS file or the token file is wrong.
     """
+    from client_sdk.operator_gate import read_token
     from store_daemon.config import DaemonSettings
-    from store_daemon.operator_gate import read_token
 
     daemon = load_settings(DaemonSettings, config, overrides).daemon
     files = daemon.tls_files()

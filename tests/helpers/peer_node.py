@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from google.protobuf.message import Message
 
+from client_sdk.operator_gate import OperatorGate
 from client_sdk.tls import Tls
 from emberkv_proto.layout import Namespace
 from emberkv_proto.types import Incarnation, NodeId
@@ -17,7 +18,6 @@ from emberkv_proto.v1 import store_pb2
 from store_daemon.config import DaemonSection
 from store_daemon.grpc_server import GrpcParts, GrpcServer
 from store_daemon.life import Life
-from store_daemon.operator_gate import OperatorGate
 from store_daemon.operator_server import OperatorCalls
 from store_daemon.publisher import Publisher
 from store_daemon.transport.tcp import TcpTransport

@@ -342,7 +342,7 @@ def test_from_elsewhere_the_token_is_asked_for(
             assert "--token-file" in capsys.readouterr().err
         assert run_with(["status", *address, "--token-file", str(wrong)]) == 2
         shown = capsys.readouterr().err
-        assert "not this daemon's" in shown
+        assert "not this server's" in shown
         assert "0123456789abcdef" not in shown + daemon.log
     with DaemonProcess(tmp_path / "e", settings={"daemon.grpc_host": host}) as daemon:
         address = ("--address", daemon.endpoints["grpc_address"])

@@ -12,6 +12,7 @@ import pytest
 
 from client_sdk.aio import timeout
 from client_sdk.index_client import ERROR_METADATA_KEY, ember_error
+from client_sdk.operator_gate import OperatorGate
 from emberkv_proto.convert import batch_from_wire, page_from_wire, report_from_wire, u64s_from_wire
 from emberkv_proto.errors import (
     InvalidRequestError,
@@ -23,7 +24,6 @@ from emberkv_proto.v1 import index_pb2, index_pb2_grpc, store_pb2, store_pb2_grp
 from store_daemon.config import DaemonSection
 from store_daemon.grpc_server import GrpcServer
 from store_daemon.life import Life
-from store_daemon.operator_gate import OperatorGate
 from tests.helpers.peer_doubles import chain, small_namespace
 from tests.helpers.peer_node import PeerNode, peer_node
 

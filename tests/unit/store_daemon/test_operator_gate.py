@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from client_sdk.operator_gate import OperatorGate, is_loopback, read_token
 from emberkv_proto.errors import AccessDeniedError, ConfigError, UnauthenticatedError
-from store_daemon.operator_gate import OperatorGate, is_loopback, read_token
 
 TOKEN = b"0123456789abcdef"
 
@@ -57,7 +57,7 @@ def test_everybody_else_does(peer: str) -> None:
 
 @pytest.mark.parametrize("sent", ["", "Bearer", "Bearer ", "Basic 0123456789abcdef", "\xff"])
 def test_what_is_not_the_token_is_refused(sent: str) -> None:
-    with pytest.raises(UnauthenticatedError, match="not this daemon's"):
+    with pytest.raises(UnauthenticatedError, match="not this server's"):
         OperatorGate(TOKEN).check("ipv4:10.0.0.1:1", sent)
     with pytest.raises(UnauthenticatedError):
         OperatorGate(TOKEN).check("ipv4:10.0.0.1:1", f"Bearer {TOKEN.decode()[:-1]}")

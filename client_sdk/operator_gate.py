@@ -1,4 +1,4 @@
-"""Who may give a daemon orders: processes of its own machine, and whoever has the token."""
+"""Who may give a server orders: processes of its own machine, and whoever has the token."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from pathlib import Path
 from urllib.parse import unquote
 
 from emberkv_proto.errors import AccessDeniedError, ConfigError, UnauthenticatedError
-from store_daemon.config import DaemonSection
 
 log = logging.getLogger(__name__)
 MIN_TOKEN_BYTES = 16
@@ -20,10 +19,16 @@ SCHEME = "bearer"
 
 
 class OperatorGate:
-    """Lets a call in or says why not. `token` is the secret that callers from elsewhere send."""
+    """Lets a call in or says why not. `token` is the secret that callers from elsewhere send.
 
-    def __init__(self, token: bytes | None = None) -> None:
+    `setting` is the key of its file, for messages.
+    """
+
+    def __init__(
+        self, token: bytes | None = None, setting: str = "daemon.operator_token_file"
+    ) -> None:
         self.token = token
+        self._setting = setting
 
     def check(self, peer: str, authorization: str | bytes | None) -> None:
         """Let a caller in, by its address as gRPC writes it and the header that it sent.
@@ -36,20 +41,20 @@ class OperatorGate:
             return
         if self.token is None:
             raise AccessDeniedError(
-                "operators' calls are answered on loopback only; call from the daemon's own"
-                " machine, or set daemon.operator_token_file there"
+                f"operators' calls are answered on loopback only; call from the server's own"
+                f" machine, or set {self._setting} there"
             )
         if authorization is None:
             raise UnauthenticatedError(
-                "operators' calls from other machines need the daemon's token; send the one of"
-                " daemon.operator_token_file as `authorization: Bearer <token>` (--token-file)"
+                "operators' calls from other machines need the server's token; send the one of"
+                f" {self._setting} as `authorization: Bearer <token>` (--token-file)"
             )
         sent = authorization.encode() if isinstance(authorization, str) else authorization
         scheme, _, secret = sent.partition(b" ")
         is_right = hmac.compare_digest(secret.strip(), self.token)
         if scheme.lower() != SCHEME.encode() or not is_right:
             raise UnauthenticatedError(
-                "the token is not this daemon's; send the one of its daemon.operator_token_file"
+                f"the token is not this server's; send the one of its {self._setting}"
             )
 
 
@@ -109,13 +114,19 @@ def read_token(path: Path, setting: str = "daemon.operator_token_file") -> bytes
     return token
 
 
-def open_token(daemon: DaemonSection) -> bytes | None:
-    """The configured secret; warns when it would cross the network in the clear."""
-    if daemon.operator_token_file is None:
+def open_token(path: Path | None, is_private: bool, setting: str) -> bytes | None:
+    """The secret of a setting's file, if it is set; warns unless the network `is_private` by TLS.
+
+    Raises ConfigError as `read_token` does.
+    """
+    if path is None:
         return None
-    if daemon.tls_files() is None:
+    if not is_private:
+        section = setting.partition(".")[0]
         log.warning(
-            "operators send the token of daemon.operator_token_file in the clear; set"
-            " daemon.tls_cert_file, tls_key_file and tls_ca_file"
+            "operators send the token of %s in the clear; set %s.tls_cert_file, tls_key_file and"
+            " tls_ca_file",
+            setting,
+            section,
         )
-    return read_token(daemon.operator_token_file)
+    return read_token(path, setting)
