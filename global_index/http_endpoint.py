@@ -79,9 +79,7 @@ class HttpEndpoint:
     async def start(self, host: str, port: int, setting: str = "index.metrics_port") -> int:
         """Listen and return the port. Raises PreflightError, naming `setting`, when it is taken."""
         try:
-            self._server = await asyncio.start_server(
-                self._serve, host, port, limit=MAX_HEAD_BYTES
-            )
+            self._server = await asyncio.start_server(self._serve, host, port, limit=MAX_HEAD_BYTES)
         except OSError as error:
             raise PreflightError(
                 f"cannot listen on {host}:{port} ({error.strerror}); set {setting}"
@@ -171,7 +169,9 @@ class HttpEndpoint:
             return error_response(status, str(error))
         except Exception:
             log.exception("%s %s failed", request.method, request.path)
-            return error_response(HTTPStatus.INTERNAL_SERVER_ERROR, "a fault of this server; see its log")
+            return error_response(
+                HTTPStatus.INTERNAL_SERVER_ERROR, "a fault of this server; see its log"
+            )
 
     async def _metrics(self, _: HttpRequest) -> HttpResponse:
         return HttpResponse(HTTPStatus.OK, generate_latest(self._registry), CONTENT_TYPE_LATEST)
@@ -185,9 +185,7 @@ class HttpEndpoint:
         return text_response("starting or stopping\n", HTTPStatus.SERVICE_UNAVAILABLE)
 
 
-async def _send(
-    writer: asyncio.StreamWriter, response: HttpResponse, *, keeps_alive: bool
-) -> None:
+async def _send(writer: asyncio.StreamWriter, response: HttpResponse, *, keeps_alive: bool) -> None:
     if isinstance(response.body, bytes):
         head = head_bytes(response, len(response.body), keeps_alive=keeps_alive)
         writer.write(head + response.body)

@@ -243,7 +243,7 @@ async def test_service_answers_queries_and_refuses_bad_ones(server: ModelServer)
 
 async def _get(port: int, path: str) -> bytes:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+    writer.write(f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
     async with aio.timeout(5):
         answer = await reader.read()
     writer.close()

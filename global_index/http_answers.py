@@ -1,0 +1,196 @@
+"""Who holds how much of a chain, for each engine and rank, in Mooncake's form and in Dynamo's.
+
+A run is counted at the fastest medium of each block. `gpu` is what is in HBM, `cpu` what is in HBM
+or DRAM, `disk` what is in any tier, so each is at least the one before and differences are the
+tokens that come from one medium.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from emberkv_proto.errors import InvalidRequestError
+from emberkv_proto.events import Keys
+from emberkv_proto.hashing import block_hashes, index_keys
+from emberkv_proto.types import ChainHits, NamespaceId, NodeId
+from global_index.embedded import GlobalIndex
+from global_index.http_bodies import ChainQuestion, HashesQuestion, Shape, TokensQuestion
+from global_index.membership import Liveness
+
+
+class UnknownModelError(InvalidRequestError):
+    """No engine of this model is known, so nobody can say what its blocks are called."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChainKind:
+    """What hashes depend on beside a request."""
+
+    namespace_id: NamespaceId
+    block_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """Where requests may go: an engine's rank; or a node on which no engine is known."""
+
+    instance_id: str
+    dp_rank: int
+    node_id: NodeId
+    model: str | None
+    kind: ChainKind | None
+    """None of a node: it has blocks of any kind."""
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceHit:
+    """Tokens of the longest run, and of those the ones in HBM, and in HBM or DRAM."""
+
+    instance_id: str
+    dp_rank: int
+    tokens: int
+    hbm_tokens: int
+    dram_tokens: int
+
+
+def instances(index: GlobalIndex) -> list[Instance]:
+    """All engines that are known from daemons or by registration, and the nodes without any."""
+    found: dict[tuple[NodeId, str, int], Instance] = {}
+    for node in index.nodes():
+        if node.liveness is Liveness.GONE:
+            continue
+        for info in node.engines:
+            kind = ChainKind(info.namespace_id, info.block_tokens)
+            instance = Instance(info.engine_id, info.dp_rank, node.node_id, info.model, kind)
+            found[node.node_id, info.engine_id, info.dp_rank] = instance
+    for engine in index.engines():
+        key, info = engine.key, engine.info
+        kind = ChainKind(info.namespace_id, info.block_tokens)
+        instance = Instance(key.engine_id, key.dp_rank, key.node_id, info.model, kind)
+        found[key.node_id, key.engine_id, key.dp_rank] = instance
+    served = {instance.node_id for instance in found.values()}
+    for node in index.nodes():
+        if node.node_id not in served:
+            found[node.node_id, "", 0] = Instance(node.node_id, 0, node.node_id, None, None)
+    return list(found.values())
+
+
+def answer_tokens(index: GlobalIndex, question: TokensQuestion) -> list[InstanceHit]:
+    """Raises UnknownModelError when no engine of the model is known."""
+    known = instances(index)
+    kinds = _kinds(known, question.model)
+    hits: dict[ChainKind, ChainHits] = {}
+    for kind in kinds:
+        hashes = block_hashes(
+            kind.namespace_id,
+            question.tokens,
+            kind.block_tokens,
+            salt=question.salt,
+            extra_keys=question.adapter,
+        )
+        hits[kind] = index.hits(index_keys(hashes)) if hashes else ChainHits()
+    return list(_found(known, question, hits))
+
+
+def answer_hashes(index: GlobalIndex, question: HashesQuestion) -> list[InstanceHit]:
+    """Raises UnknownModelError; InvalidRequestError when blocks have another size."""
+    known = instances(index)
+    kinds = _kinds(known, question.model)
+    sizes = {kind.block_tokens for kind in kinds}
+    wanted = question.block_tokens
+    if wanted is not None and wanted not in sizes:
+        raise InvalidRequestError(
+            f"block_size {wanted}: blocks of {question.model} have"
+            f" {' or '.join(str(size) for size in sorted(sizes))} tokens here"
+        )
+    hits = _hits(index, question.keys)
+    asked = [kind for kind in kinds if wanted in (None, kind.block_tokens)]
+    return list(_found(known, question, dict.fromkeys(asked, hits)))
+
+
+def _hits(index: GlobalIndex, keys: Keys) -> ChainHits:
+    return index.hits(keys) if keys.size else ChainHits()
+
+
+def _kinds(known: Sequence[Instance], model: str) -> list[ChainKind]:
+    kinds = {i.kind for i in known if i.model == model and i.kind is not None}
+    if not kinds:
+        models = ", ".join(sorted({i.model for i in known if i.model})) or "no engine at all"
+        raise UnknownModelError(f"no engine of model {model!r} is known; there is {models}")
+    return sorted(kinds, key=lambda kind: (kind.namespace_id, kind.block_tokens))
+
+
+def _found(
+    known: Iterable[Instance], question: ChainQuestion, hits: dict[ChainKind, ChainHits]
+) -> Iterator[InstanceHit]:
+    """The hits of those that may be asked about; one that is named is told of in any case."""
+    for instance in known:
+        if question.instance_id not in (None, instance.instance_id):
+            continue
+        if instance.model not in (None, question.model):
+            continue
+        kinds = [instance.kind] if instance.kind is not None else list(hits)
+        found = [_hit(instance, kind, hits[kind]) for kind in kinds if kind in hits]
+        best = max(found, key=lambda hit: hit.tokens, default=None)
+        if best is not None and (best.tokens or question.instance_id is not None):
+            yield best
+
+
+def _hit(instance: Instance, kind: ChainKind, hits: ChainHits) -> InstanceHit:
+    """An engine's own hit if its events are followed, else its node's."""
+    size = kind.block_tokens
+    name, rank = instance.instance_id, instance.dp_rank
+    for engine in hits.engines:
+        if (engine.engine_id, engine.dp_rank, engine.node_id) == (name, rank, instance.node_id):
+            hbm = size * engine.hbm_blocks
+            dram = hbm + size * engine.dram_blocks
+            return InstanceHit(name, rank, size * engine.hit_blocks, hbm, dram)
+    for node in hits.nodes:
+        if node.node_id == instance.node_id:
+            return InstanceHit(name, rank, size * node.hit_blocks, 0, size * node.dram_blocks)
+    return InstanceHit(name, rank, 0, 0, 0)
+
+
+def shaped(question: ChainQuestion, hits: Sequence[InstanceHit]) -> dict[str, Any]:
+    """The answer's JSON, in the form of whoever asks like this."""
+    by_instance: dict[str, list[InstanceHit]] = {}
+    for hit in hits:
+        by_instance.setdefault(hit.instance_id, []).append(hit)
+    if question.shape is Shape.MOONCAKE:
+        return {
+            question.tenant: {
+                name: _summary(ranks, str.upper) | {"longest_matched": _longest(ranks)}
+                for name, ranks in by_instance.items()
+            }
+        }
+    return {
+        "scores": {name: _ranks(ranks) for name, ranks in by_instance.items()},
+        "frequencies": [],
+        "instances": {
+            name: {"longest_matched": _longest(ranks)} | _summary(ranks, str)
+            for name, ranks in by_instance.items()
+        },
+    }
+
+
+def _summary(ranks: Sequence[InstanceHit], named: Any) -> dict[str, Any]:
+    return {
+        named("gpu"): max(hit.hbm_tokens for hit in ranks),
+        named("cpu"): max(hit.dram_tokens for hit in ranks),
+        named("disk"): _longest(ranks),
+        named("dp"): _ranks(ranks),
+    }
+
+
+def _longest(ranks: Sequence[InstanceHit]) -> int:
+    return max(hit.tokens for hit in ranks)
+
+
+def _ranks(ranks: Sequence[InstanceHit]) -> dict[str, int]:
+    """By rank; an engine id that stands on several nodes counts with its best."""
+    best: dict[str, int] = {}
+    for hit in ranks:
+        best[str(hit.dp_rank)] = max(best.get(str(hit.dp_rank), 0), hit.tokens)
+    return best
