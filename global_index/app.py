@@ -8,6 +8,7 @@ import signal
 
 from global_index.config import IndexSettings
 from global_index.embedded import GlobalIndex
+from global_index.http_calls import IndexerCalls, open_gate
 from global_index.http_endpoint import HttpEndpoint
 from global_index.metrics import IndexMetrics
 from global_index.service import start_server
@@ -22,7 +23,8 @@ async def serve(settings: IndexSettings, stop: asyncio.Event) -> None:
     section = settings.index
     index = GlobalIndex(section, name=f"index@{section.host}:{section.port}")
     metrics = IndexMetrics(index)
-    endpoint = HttpEndpoint(metrics.registry, lambda: not stop.is_set())
+    calls = IndexerCalls(index, open_gate(section))
+    endpoint = HttpEndpoint(metrics.registry, lambda: not stop.is_set(), calls.routes)
     server, port = await start_server(
         index, section.host, section.port, metrics.query_seconds.observe
     )

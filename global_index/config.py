@@ -44,7 +44,13 @@ class IndexSection(Section):
     tls_ca_file: Path | None = None
     """Who has a certificate of this CA may connect."""
     metrics_port: Port = 7201
-    """HTTP /metrics, /health, /ready on `host`. 0 picks a free port."""
+    """HTTP /metrics, /health, /ready and the calls of docs/index-http.md on `host`. 0 picks a free
+    port."""
+    http_port: Port | None = None
+    """The same of an index inside a router, which otherwise serves none of it."""
+    operator_token_file: Path | None = None
+    """A file (mode 0600) with one secret; calls that change what is followed must send it when they
+    do not come from loopback. Without it, they are refused."""
     log_level: LogLevel = "info"
     """Of an index that is a process of its own; one in a router logs as the router does."""
     log_format: LogFormat = "text"

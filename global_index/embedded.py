@@ -20,11 +20,12 @@ from global_index.copying import copied_pages
 from global_index.dict_index import DictIndex
 from global_index.directory import NodeDirectory
 from global_index.dns_nodes import Changes, HostPort, NameCounts, NodeNames, follow
-from global_index.hbm.engines import EngineDirectory, EngineView
+from global_index.hbm.engines import EngineDirectory, EngineKey, EngineView
 from global_index.hbm.followers import EngineFollowers
 from global_index.holders import HolderPool
 from global_index.index import BlockIndex, TableSize
 from global_index.membership import Membership
+from global_index.registry import Registry
 from global_index.seeding import SeedCounts, load_seed
 from global_index.subscriber import StreamCounts, Subscriber
 from global_index.views import ChainTrace, NodeView
@@ -102,6 +103,8 @@ class GlobalIndex:
         self.seed_counts = SeedCounts()
         self.watch = NodeWatch(self._directory.standings)
         """Tells who asks how nodes stand, whenever that changes."""
+        self.registry = Registry()
+        """Sources that are followed because a caller registered them."""
         self.faults = 0
         """Restarts of a task after an error that nobody foresaw."""
 
@@ -175,6 +178,36 @@ class GlobalIndex:
     def readmit(self, node_id: NodeId) -> None:
         self._directory.readmit(node_id)
 
+    def register_engine(self, node_id: NodeId, info: EngineInfo) -> None:
+        """Follow an engine's events as if `index.engines` named it.
+
+        Raises UnavailableError when too many are registered.
+        """
+        self.registry.add_engine(node_id, info)
+
+    def unregister_engine(self, engine_id: str, dp_rank: int | None) -> list[EngineKey]:
+        """Forget a registered rank, or all of the engine's, at once; who was forgotten."""
+        gone = self.registry.remove_engine(engine_id, dp_rank)
+        for key in gone:
+            self._followers.follow(self._engines.forget(key))
+        return gone
+
+    def register_daemon(self, address: str) -> None:
+        """Follow a daemon as if `index.nodes` named it.
+
+        Raises UnavailableError when too many are registered.
+        """
+        if address not in self._tasks:
+            self.registry.add_daemon(address)
+            self.subscribe(address)
+
+    async def unregister_daemon(self, address: str) -> bool:
+        """Follow a registered daemon no longer; False when it was not registered."""
+        if not self.registry.remove_daemon(address):
+            return False
+        await self.unsubscribe(address)
+        return True
+
     def query(self, keys: Keys) -> list[NodeHit]:
         """Leading runs of a chain on the nodes that are OK, longest first. Never waits."""
         return self._directory.query(keys)
@@ -230,6 +263,7 @@ class GlobalIndex:
         self._engines.check_integrity()
         self._names.check_integrity()
         self.watch.check_integrity()
+        self.registry.check_integrity()
 
     async def _follow_names(self) -> None:
         await follow(self._names, self._renew, self._section.resolve_seconds)
@@ -238,7 +272,7 @@ class GlobalIndex:
         for address in changes.added:
             self.subscribe(address)
         for address in changes.removed:
-            if address not in self._section.addresses:
+            if address not in (*self._section.addresses, *self.registry.daemons()):
                 await self.unsubscribe(address)
 
     async def _end_streams(self, addresses: tuple[str, ...]) -> None:
@@ -272,7 +306,11 @@ class GlobalIndex:
             await asyncio.sleep(min(0.25, self._section.suspect_seconds / 4))
 
     def _follow_engines(self) -> None:
-        announced = [*self._directory.reported_engines(), *self.configured_engines()]
+        announced = [
+            *self._directory.reported_engines(),
+            *self.configured_engines(),
+            *self.registry.engines(),
+        ]
         self._followers.follow(self._engines.sync(announced, self._clock()))
 
     async def _supervise(self, name: str, run: Callable[[], Awaitable[None]]) -> None:

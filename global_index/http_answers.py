@@ -7,17 +7,20 @@ tokens that come from one medium.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from emberkv_proto.errors import InvalidRequestError
 from emberkv_proto.events import Keys
 from emberkv_proto.hashing import block_hashes, index_keys
-from emberkv_proto.types import ChainHits, NamespaceId, NodeId
+from emberkv_proto.types import ChainHits, EngineHit, NamespaceId, NodeHit, NodeId
 from global_index.embedded import GlobalIndex
 from global_index.http_bodies import ChainQuestion, HashesQuestion, Shape, TokensQuestion
 from global_index.membership import Liveness
+
+Ask = Callable[[Keys], ChainHits]
+"""Who holds how much of the chain with these keys."""
 
 
 class UnknownModelError(InvalidRequestError):
@@ -56,7 +59,7 @@ class InstanceHit:
 
 
 def instances(index: GlobalIndex) -> list[Instance]:
-    """All engines that are known from daemons or by registration, and the nodes without any."""
+    """All engines that are known, by whatever way, and the nodes without any. O(nodes)."""
     found: dict[tuple[NodeId, str, int], Instance] = {}
     for node in index.nodes():
         if node.liveness is Liveness.GONE:
@@ -77,9 +80,10 @@ def instances(index: GlobalIndex) -> list[Instance]:
     return list(found.values())
 
 
-def answer_tokens(index: GlobalIndex, question: TokensQuestion) -> list[InstanceHit]:
+def answer_tokens(
+    known: Sequence[Instance], ask: Ask, question: TokensQuestion
+) -> list[InstanceHit]:
     """Raises UnknownModelError when no engine of the model is known."""
-    known = instances(index)
     kinds = _kinds(known, question.model)
     hits: dict[ChainKind, ChainHits] = {}
     for kind in kinds:
@@ -90,13 +94,14 @@ def answer_tokens(index: GlobalIndex, question: TokensQuestion) -> list[Instance
             salt=question.salt,
             extra_keys=question.adapter,
         )
-        hits[kind] = index.hits(index_keys(hashes)) if hashes else ChainHits()
+        hits[kind] = ask(index_keys(hashes)) if hashes else ChainHits()
     return list(_found(known, question, hits))
 
 
-def answer_hashes(index: GlobalIndex, question: HashesQuestion) -> list[InstanceHit]:
+def answer_hashes(
+    known: Sequence[Instance], ask: Ask, question: HashesQuestion
+) -> list[InstanceHit]:
     """Raises UnknownModelError; InvalidRequestError when blocks have another size."""
-    known = instances(index)
     kinds = _kinds(known, question.model)
     sizes = {kind.block_tokens for kind in kinds}
     wanted = question.block_tokens
@@ -105,13 +110,9 @@ def answer_hashes(index: GlobalIndex, question: HashesQuestion) -> list[Instance
             f"block_size {wanted}: blocks of {question.model} have"
             f" {' or '.join(str(size) for size in sorted(sizes))} tokens here"
         )
-    hits = _hits(index, question.keys)
+    hits = ask(question.keys) if question.keys.size else ChainHits()
     asked = [kind for kind in kinds if wanted in (None, kind.block_tokens)]
     return list(_found(known, question, dict.fromkeys(asked, hits)))
-
-
-def _hits(index: GlobalIndex, keys: Keys) -> ChainHits:
-    return index.hits(keys) if keys.size else ChainHits()
 
 
 def _kinds(known: Sequence[Instance], model: str) -> list[ChainKind]:
@@ -126,31 +127,46 @@ def _found(
     known: Iterable[Instance], question: ChainQuestion, hits: dict[ChainKind, ChainHits]
 ) -> Iterator[InstanceHit]:
     """The hits of those that may be asked about; one that is named is told of in any case."""
+    by_kind = {kind: _ByHolder.of(found) for kind, found in hits.items()}
     for instance in known:
         if question.instance_id not in (None, instance.instance_id):
             continue
         if instance.model not in (None, question.model):
             continue
         kinds = [instance.kind] if instance.kind is not None else list(hits)
-        found = [_hit(instance, kind, hits[kind]) for kind in kinds if kind in hits]
+        found = [by_kind[kind].hit(instance, kind) for kind in kinds if kind in by_kind]
         best = max(found, key=lambda hit: hit.tokens, default=None)
         if best is not None and (best.tokens or question.instance_id is not None):
             yield best
 
 
-def _hit(instance: Instance, kind: ChainKind, hits: ChainHits) -> InstanceHit:
-    """An engine's own hit if its events are followed, else its node's."""
-    size = kind.block_tokens
-    name, rank = instance.instance_id, instance.dp_rank
-    for engine in hits.engines:
-        if (engine.engine_id, engine.dp_rank, engine.node_id) == (name, rank, instance.node_id):
+@dataclass(frozen=True, slots=True)
+class _ByHolder:
+    """Hits of one chain by who has them."""
+
+    engines: Mapping[tuple[NodeId, str, int], EngineHit]
+    nodes: Mapping[NodeId, NodeHit]
+
+    @classmethod
+    def of(cls, hits: ChainHits) -> _ByHolder:
+        return cls(
+            {(hit.node_id, hit.engine_id, hit.dp_rank): hit for hit in hits.engines},
+            {hit.node_id: hit for hit in hits.nodes},
+        )
+
+    def hit(self, instance: Instance, kind: ChainKind) -> InstanceHit:
+        """An engine's own hit if its events are followed, else its node's."""
+        size = kind.block_tokens
+        name, rank = instance.instance_id, instance.dp_rank
+        engine = self.engines.get((instance.node_id, name, rank))
+        if engine is not None:
             hbm = size * engine.hbm_blocks
             dram = hbm + size * engine.dram_blocks
             return InstanceHit(name, rank, size * engine.hit_blocks, hbm, dram)
-    for node in hits.nodes:
-        if node.node_id == instance.node_id:
+        node = self.nodes.get(instance.node_id)
+        if node is not None:
             return InstanceHit(name, rank, size * node.hit_blocks, 0, size * node.dram_blocks)
-    return InstanceHit(name, rank, 0, 0, 0)
+        return InstanceHit(name, rank, 0, 0, 0)
 
 
 def shaped(question: ChainQuestion, hits: Sequence[InstanceHit]) -> dict[str, Any]:

@@ -103,7 +103,7 @@ def read_tokens_question(body: bytes) -> TokensQuestion:
     weights = fields.text("lora_weights_id", default="")
     if bool(name) != bool(weights):
         raise InvalidRequestError(
-            "lora_name needs lora_weights_id, and the other way round: blocks are told apart by both"
+            "lora_name and lora_weights_id go together: an adapter's blocks are told apart by both"
         )
     if fields.has("lora_id"):
         raise InvalidRequestError("lora_id means nothing beyond its engine; use lora_name")

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
+import time
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import replace
 from http import HTTPStatus
@@ -16,13 +17,21 @@ from typing import Any
 import msgspec
 from pydantic import ValidationError
 
-from client_sdk.operator_gate import OperatorGate
+from client_sdk.operator_gate import OperatorGate, open_token
 from emberkv_proto.errors import InvalidRequestError, UnavailableError
 from emberkv_proto.types import EngineInfo, NodeId, Tier
+from global_index.config import IndexSection
 from global_index.dns_nodes import HostPort
 from global_index.embedded import GlobalIndex
 from global_index.hbm.static import StaticEngine
-from global_index.http_answers import UnknownModelError, answer_hashes, answer_tokens, shaped
+from global_index.http_answers import (
+    Instance,
+    UnknownModelError,
+    answer_hashes,
+    answer_tokens,
+    instances,
+    shaped,
+)
 from global_index.http_bodies import (
     Registration,
     Shape,
@@ -37,18 +46,35 @@ from global_index.http_message import JSON, HttpRequest, HttpResponse, error_res
 log = logging.getLogger(__name__)
 
 MAX_DUMPS = 2
+KNOWN_SECONDS = 0.2
+"""How long the list of instances serves; making it anew for each query costs more than a query."""
 DUMP_MEDIA = {Tier.DRAM: "host_pinned", Tier.SSD: "disk"}
 DAEMON = "emberkv"
 ENGINES = ("vllm", "sglang")
 
 
+def open_gate(section: IndexSection) -> OperatorGate:
+    """Who may change what is followed. Raises ConfigError for a token file that is not right."""
+    setting = "index.operator_token_file"
+    # HTTP has no TLS here, so a token that comes from elsewhere crosses the network in the clear.
+    return OperatorGate(open_token(section.operator_token_file, False, setting), setting)
+
+
 class IndexerCalls:
     """Answers on the index's event loop. What changes the index goes through `gate`."""
 
-    def __init__(self, index: GlobalIndex, gate: OperatorGate) -> None:
+    def __init__(
+        self,
+        index: GlobalIndex,
+        gate: OperatorGate,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._index = index
         self._gate = gate
+        self._clock = clock
         self._dumps = 0
+        self._known: list[Instance] = []
+        self._known_at = float("-inf")
 
     @property
     def routes(self) -> Routes:
@@ -64,19 +90,22 @@ class IndexerCalls:
     async def _query(self, request: HttpRequest) -> HttpResponse:
         question = read_tokens_question(request.body)
         try:
-            return json_response(shaped(question, answer_tokens(self._index, question)))
+            hits = answer_tokens(self._instances(), self._index.hits, question)
         except UnknownModelError as error:
             return error_response(HTTPStatus.NOT_FOUND, str(error))
+        return json_response(shaped(question, hits))
 
     async def _query_by_hash(self, request: HttpRequest) -> HttpResponse:
         question = read_hashes_question(request.body)
         try:
-            return json_response(shaped(question, answer_hashes(self._index, question)))
+            hits = answer_hashes(self._instances(), self._index.hits, question)
         except UnknownModelError as error:
             return error_response(HTTPStatus.NOT_FOUND, str(error))
+        return json_response(shaped(question, hits))
 
     async def _register(self, request: HttpRequest) -> HttpResponse:
         self._admit(request)
+        self._known_at = float("-inf")
         wanted = read_registration(request.body)
         if wanted.kind == DAEMON:
             self._index.register_daemon(_daemon_address(wanted.endpoint))
@@ -95,10 +124,11 @@ class IndexerCalls:
 
     async def _unregister(self, request: HttpRequest) -> HttpResponse:
         self._admit(request)
+        self._known_at = float("-inf")
         unwanted = read_unregistration(request.body)
         name = unwanted.instance_id
         removed = [
-            f"{key.instance_id}|{unwanted.tenant}|{key.dp_rank}"
+            f"{key.engine_id}|{unwanted.tenant}|{key.dp_rank}"
             for key in self._index.unregister_engine(name, unwanted.dp_rank)
         ]
         if unwanted.kind == DAEMON and await self._index.unregister_daemon(_daemon_address(name)):
@@ -108,9 +138,7 @@ class IndexerCalls:
         log.info("unregistered %s by HTTP", name)
         if unwanted.shape is Shape.DYNAMO:
             return json_response({"status": "ok"})
-        return json_response(
-            {"status": "unregistered successfully", "removed_instances": removed}
-        )
+        return json_response({"status": "unregistered successfully", "removed_instances": removed})
 
     async def _workers(self, request: HttpRequest) -> HttpResponse:
         """Engines whose events are followed or that announced themselves, and daemons."""
@@ -154,6 +182,12 @@ class IndexerCalls:
             yield b"]}}\n"
         finally:
             self._dumps -= 1
+
+    def _instances(self) -> list[Instance]:
+        now = self._clock()
+        if now - self._known_at >= KNOWN_SECONDS:
+            self._known, self._known_at = instances(self._index), now
+        return self._known
 
     def _admit(self, request: HttpRequest) -> None:
         """Only JSON, so that no web page can have a browser on this machine send it."""

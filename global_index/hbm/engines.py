@@ -171,6 +171,13 @@ class EngineDirectory:
             self._rebase(engine)
         return Changes(tuple(begun), tuple(ended))
 
+    def forget(self, key: EngineKey) -> Changes:
+        """Drop an engine at once; if it is still announced, it is a new one."""
+        if key not in self._engines:
+            return Changes((), ())
+        self._drop(key)
+        return Changes((), (key,))
+
     def rebase(self, node_id: NodeId) -> None:
         """The visible holder of this node has changed, or whether it is in answers."""
         for engine in self._engines.values():

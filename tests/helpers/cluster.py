@@ -122,6 +122,7 @@ class IndexProcess(ServerProcess):
     def __init__(self, directory: Path, nodes: list[str], settings: Mapping[str, Any]) -> None:
         self._set_up(directory, "index")
         self.address = f"127.0.0.1:{free_port()}"
+        self.http_address = f"127.0.0.1:{free_port()}"
         self._nodes = nodes
         self._more = settings
 
@@ -134,7 +135,7 @@ class IndexProcess(ServerProcess):
     def _settings(self) -> Mapping[str, Any]:
         return {
             "index.port": self.address.rpartition(":")[2],
-            "index.metrics_port": 0,
+            "index.metrics_port": self.http_address.rpartition(":")[2],
             **index_settings(self._nodes),
             **self._more,
         }

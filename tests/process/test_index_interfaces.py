@@ -7,12 +7,17 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 import pytest
 
+from client_sdk import SyncClient
+from emberkv_proto.types import EngineInfo
 from tests.helpers.agreement import await_agreement
-from tests.helpers.chains import chain_of, write_chain
-from tests.helpers.cluster import Cluster, IndexProcess, indexed_nodes
+from tests.helpers.chains import BLOCK_TOKENS, NAMESPACE, chain_of, write_chain
+from tests.helpers.cluster import Cluster, IndexProcess, indexed_nodes, wait_until
 from tests.helpers.server_process import ROOT
 
 pytestmark = pytest.mark.process
@@ -42,6 +47,58 @@ def test_second_index_starts_from_the_first_and_agrees_with_the_daemons(tmp_path
             await_agreement(second.address, addresses[0], WAIT_SECONDS)
         finally:
             second.clean()
+
+
+def ask(address: str, path: str, **fields: Any) -> tuple[int, Any]:
+    request = Request(f"http://{address}{path}")
+    if fields:
+        request.data = json.dumps(fields).encode()
+        request.add_header("Content-Type", "application/json")
+    try:
+        with urlopen(request, timeout=WAIT_SECONDS) as answer:  # noqa: S310
+            return answer.status, json.loads(answer.read())
+    except HTTPError as error:
+        with error:
+            return error.code, json.loads(error.read())
+
+
+def test_other_routers_ask_by_http_and_register_a_daemon(tmp_path: Path) -> None:
+    tokens = [3, 0, *range(2, 20 * BLOCK_TOKENS)]
+    engine = EngineInfo("engine-a", "http://127.0.0.1:1", "m", NAMESPACE.id, BLOCK_TOKENS)
+    with Cluster(tmp_path, nodes=1) as cluster:
+        (node,) = cluster.nodes
+        with SyncClient(node.socket_path, NAMESPACE, engine=engine) as client:
+            write_chain(client, chain_of(3, 20))
+            cluster.await_rest()
+            alone = IndexProcess(tmp_path / "alone", [], {})
+            alone.spawn()
+            try:
+                alone.await_serving()
+                question = {"model_name": "m", "token_ids": tokens}
+                assert ask(alone.http_address, "/query", **question)[0] == 404
+                daemon = {"type": "EmberKV", "endpoint": node.grpc_address}
+                assert ask(alone.http_address, "/register", **daemon)[0] == 201
+                hit = {"engine-a": {"0": 20 * BLOCK_TOKENS}}
+                for address in (alone.http_address, cluster.index.http_address):
+                    wait_until(
+                        lambda at=address: ask(at, "/query", **question)[1].get("scores") == hit,
+                        "the hit of all blocks by HTTP",
+                    )
+                hashes = [block_hash.hex() for block_hash in chain_of(3, 25)]
+                asked = {"model": "m", "seq_hashes": hashes}
+                status, found = ask(alone.http_address, "/query_by_hash", **asked)
+                assert status == 200
+                assert found["default"]["engine-a"]["CPU"] == 20 * BLOCK_TOKENS
+                _, workers = ask(alone.http_address, "/workers")
+                assert [worker["instance_id"] for worker in workers] == ["node-a", "engine-a"]
+                _, dump = ask(alone.http_address, "/dump")
+                assert len(dump["emberkv:default"]["events"]) == 2  # DRAM and SSD
+                assert ask(alone.http_address, "/query", model="m")[0] == 400
+                unwanted = {"type": "EmberKV", "instance_id": node.grpc_address}
+                assert ask(alone.http_address, "/unregister", **unwanted)[0] == 200
+                assert ask(alone.http_address, "/unregister", **unwanted)[0] == 404
+            finally:
+                alone.clean()
 
 
 def test_nodes_watch_tells_when_a_daemon_is_killed_and_when_it_is_back(tmp_path: Path) -> None:
