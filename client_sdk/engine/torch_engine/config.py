@@ -37,6 +37,8 @@ class EngineSection(Section):
     max_batch_tokens: Count = 256  # computed in one step; a longer prompt takes several
     max_running: Count = 16
     prefix_cache: bool = True  # keep the blocks of finished requests for later ones
+    publishes_events: bool = False  # of the prefix cache, on ZMQ in vLLM's format
+    events_port: Annotated[int, Field(ge=0, le=65534)] = 0  # the next one for replays; 0: free ones
     load_patience_seconds: Seconds = 0.05  # a load may take as long as recomputing, or this
     store_timeout_seconds: Seconds = 1.0
     save_queue_blocks: Count = 512  # when so many wait, a save is put off or skipped

@@ -11,13 +11,15 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Coroutine, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from urllib.parse import urlsplit
 
 import torch
 from prometheus_client import CollectorRegistry, Counter, Gauge, Summary
 
 from client_sdk.engine.store_link import StoreLink, Verified
 from client_sdk.engine.torch_engine.config import EngineSection
+from client_sdk.engine.torch_engine.kv_events import EventPublisher
 from client_sdk.engine.torch_engine.model import TinyTransformer
 from client_sdk.engine.torch_engine.scheduler import Chunk, Request, Scheduler
 from client_sdk.sync_client import SyncClient
@@ -51,6 +53,7 @@ class TorchEngine:
         )
         self.scheduler = Scheduler(cfg, self.namespace.id, self._before_preempt)
         self._store: StoreLink | None = None
+        self._publisher: EventPublisher | None = None
         self._save_room_blocks = cfg.save_queue_blocks
         self._tokens_per_second = 2000.0  # a first guess
         self._flights: dict[Request, _Flight] = {}
@@ -70,11 +73,27 @@ class TorchEngine:
             InvalidRequestError: cfg.socket_path can never be a socket.
         """
         cfg, url = self.cfg, self.cfg.advertised_url or url
+        if self.scheduler.events is not None:
+            self._publisher = EventPublisher(cfg.host, cfg.events_port)
         if cfg.socket_path:
-            info = EngineInfo(cfg.engine_id, url, cfg.model, self.namespace.id, cfg.block_tokens)
+            info = self._info(url)
             clients = self.connect(info), self.connect(None)
             self._store = StoreLink(*clients, self.pages.numpy(), self.events)
         self._spawn(self._run())
+
+    def _info(self, url: str) -> EngineInfo:
+        cfg = self.cfg
+        info = EngineInfo(cfg.engine_id, url, cfg.model, self.namespace.id, cfg.block_tokens)
+        if self._publisher is None:
+            return info
+        host = urlsplit(url).hostname or cfg.host
+        where = f"tcp://[{host}]" if ":" in host else f"tcp://{host}"
+        return replace(
+            info,
+            events_endpoint=f"{where}:{self._publisher.port}",
+            replay_endpoint=f"{where}:{self._publisher.replay_port}",
+            engine_block_tokens=cfg.block_tokens,
+        )
 
     def connect(self, info: EngineInfo | None) -> SyncClient:
         cfg, timeout = self.cfg, self.cfg.store_timeout_seconds
@@ -112,6 +131,8 @@ class TorchEngine:
             await asyncio.wait(self._tasks, timeout=self.cfg.drain_seconds)
         if self._store is not None:
             await asyncio.to_thread(self._store.close)
+        if self._publisher is not None:
+            await self._publisher.close()
 
     def check_integrity(self) -> None:
         """Assert that the scheduler is sound and every one of its requests has a listener."""
@@ -131,6 +152,7 @@ class TorchEngine:
                     self._spawn(self._load(admitted))
                 if chunks := self.scheduler.plan():
                     await self._step(chunks)
+                    await self._publish()
                 else:
                     await self._news.wait()
         except Exception:
@@ -138,6 +160,12 @@ class TorchEngine:
         self._is_stopping = True
         for request in list(self._flights):
             self._end(request)
+
+    async def _publish(self) -> None:
+        if self._publisher is not None and self.scheduler.events is not None:
+            events = self.scheduler.events.take()
+            if events:
+                await self._publisher.publish(events)
 
     async def _load(self, request: Request) -> None:
         """Ask the store for as long as computing would take; run with what is there by then."""

@@ -7,7 +7,7 @@ that nobody references stays findable by its hash until it is the oldest in the 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import takewhile
 
 from emberkv_proto.types import BlockHash
@@ -16,8 +16,16 @@ from emberkv_proto.types import BlockHash
 class BlockPool:
     """All blocks of the pool. Only full blocks are ever hashed. Used by one thread."""
 
-    def __init__(self, num_blocks: int, *, keeps_prefixes: bool) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        *,
+        keeps_prefixes: bool,
+        on_forgotten: Callable[[BlockHash], None] = lambda _: None,
+    ) -> None:
+        """`on_forgotten` gets the hash of each block that can be found no longer."""
         self._keeps_prefixes = keeps_prefixes
+        self._on_forgotten = on_forgotten
         self._refs = [0] * num_blocks
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._hash_of: dict[int, BlockHash] = {}
@@ -47,7 +55,9 @@ class BlockPool:
         for block in blocks:
             self._refs[block] = 1
             if block in self._hash_of:
-                del self._block_of[self._hash_of.pop(block)]
+                forgotten = self._hash_of.pop(block)
+                del self._block_of[forgotten]
+                self._on_forgotten(forgotten)
         return blocks
 
     def release(self, blocks: Sequence[int]) -> None:
@@ -60,10 +70,15 @@ class BlockPool:
                 # What nobody can find again is the first to be used again.
                 self._free.move_to_end(block, last=block in self._hash_of)
 
-    def remember(self, block: int, block_hash: BlockHash) -> None:
-        """Make a full, computed block findable. A second copy of known content is not kept."""
-        if self._keeps_prefixes and block not in self._hash_of and block_hash not in self._block_of:
-            self._hash_of[block], self._block_of[block_hash] = block_hash, block
+    def remember(self, block: int, block_hash: BlockHash) -> bool:
+        """Make a full, computed block findable; False if it was, or is not to be.
+
+        A second copy of known content is not kept.
+        """
+        if not self._keeps_prefixes or block in self._hash_of or block_hash in self._block_of:
+            return False
+        self._hash_of[block], self._block_of[block_hash] = block_hash, block
+        return True
 
     def check_integrity(self) -> None:
         """Assert: free is exactly the unreferenced; hashes and blocks map one to one."""

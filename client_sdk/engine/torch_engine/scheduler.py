@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from client_sdk.engine.torch_engine.config import EngineSection
+from client_sdk.engine.torch_engine.kv_events import CacheEvents
 from client_sdk.engine.torch_engine.paged_kv import BlockPool
 from emberkv_proto.hashing import block_hashes
 from emberkv_proto.types import BlockHash, NamespaceId, Source
@@ -55,7 +56,11 @@ class Scheduler:
         self, cfg: EngineSection, namespace: NamespaceId, before_preempt: Callable[[Request], None]
     ) -> None:
         """`before_preempt` gets each victim while it still holds its blocks."""
-        self.pool = BlockPool(cfg.num_blocks, keeps_prefixes=cfg.prefix_cache)
+        self.events = CacheEvents(cfg.block_tokens) if cfg.publishes_events else None
+        forgotten = self.events.removed if self.events else lambda _: None
+        self.pool = BlockPool(
+            cfg.num_blocks, keeps_prefixes=cfg.prefix_cache, on_forgotten=forgotten
+        )
         self.waiting: deque[Request] = deque()
         self.active: list[Request] = []  # in the order of their admission
         self._cfg, self._block_tokens = cfg, cfg.block_tokens
@@ -119,8 +124,15 @@ class Scheduler:
             request.tokens.append(next_token)
             self._extend_hashes(request)
         for number in range(known, request.computed // self._block_tokens):
-            self.pool.remember(request.blocks[number], request.hashes[number])
+            is_new = self.pool.remember(request.blocks[number], request.hashes[number])
+            if is_new and self.events is not None:
+                self._tell_stored(self.events, request, number)
         return is_at_end
+
+    def _tell_stored(self, events: CacheEvents, request: Request, number: int) -> None:
+        start, end = number * self._block_tokens, (number + 1) * self._block_tokens
+        parent = request.hashes[number - 1] if number else None
+        events.stored(request.hashes[number], parent, request.tokens[start:end], request.salt)
 
     def finish(self, request: Request) -> None:
         """End a request in whatever state it is; its blocks are free at once."""

@@ -111,3 +111,19 @@ def test_references_and_hashes_add_up_after_any_history(steps: list[tuple[int, i
         pool.check_integrity()
         in_use = {block for blocks in held for block in blocks}
         assert pool.free_blocks == 6 - len(in_use)
+
+
+def test_who_asks_is_told_of_every_block_that_can_be_found_no_longer() -> None:
+    forgotten: list[BlockHash] = []
+    pool = BlockPool(3, keeps_prefixes=True, on_forgotten=forgotten.append)
+    first, second = BlockHash(bytes([1]) * 32), BlockHash(bytes([2]) * 32)
+    blocks = pool.allocate(2)
+    assert pool.remember(blocks[0], first)
+    assert pool.remember(blocks[1], second)
+    assert not pool.remember(blocks[1], second), "it is known already"
+    pool.release(blocks)
+    pool.release(pool.allocate(2))
+    assert forgotten == [second], "the block that held nothing went first, then the chain's end"
+    pool.allocate(3)
+    assert forgotten == [second, first]
+    pool.check_integrity()
