@@ -9,9 +9,10 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from client_sdk.aio import TaskGroup
+from router.admission import Admission, AdmissionLimits
 from router.candidates import Preferences, make_policy
 from router.config import RouterSection
-from router.decision import Chooser
+from router.decision import Chooser, EngineLimits
 from router.discovery.static import add_static_engines
 from router.engine_client import EngineClient
 from router.engines import Engine, EngineTable
@@ -46,7 +47,7 @@ class Router:
         self.engines = EngineTable(
             BreakerLimits(cfg.breaker_failures, cfg.breaker_open_seconds), cfg.forget_seconds
         )
-        self.ledger = LoadLedger()
+        self.ledger = LoadLedger(loop.time)
         self.metrics = RouterMetrics()
         self.metrics.watch(self.engines, self.ledger, speeds)
         self.predicted = PredictedChains(cfg.predicted_seconds)
@@ -74,12 +75,16 @@ class Router:
             make_policy(cfg.policy, speeds, preferences),
             speeds,
             self.metrics,
-            cfg.max_inflight_per_engine,
+            EngineLimits(cfg.max_inflight_per_engine, cfg.max_queued_tokens_per_engine),
             rng=rng,
             clock=loop.time,
         )
+        self.admission = Admission(chooser, _admission_limits(cfg), self.metrics)
+        self.ledger.on_freed = self.admission.notice
+        self.metrics.watch_line(self.admission.waiting)
         proxy = Proxy(
             chooser,
+            self.admission,
             self.ledger,
             self.pool,
             self.metrics,
@@ -124,18 +129,28 @@ class Router:
             await self.pool.close()
 
     def check_integrity(self) -> None:
-        for part in (self.engines, self.ledger, self.predicted, self.pool, self.tokens):
+        parts = (
+            self.engines,
+            self.ledger,
+            self.admission,
+            self.predicted,
+            self.pool,
+            self.tokens,
+        )
+        for part in parts:
             part.check_integrity()
 
     def _sync_engines(self) -> None:
         configured = self._index.configured_engines()
         self.engines.sync(self._index.nodes(), self._loop.time(), configured)
         self.predicted.expire(self._loop.time())
+        self.admission.notice()  # an engine that came or recovered has room
 
     def _engine_removed(self, engine: Engine) -> None:
         log.info("engine %s is forgotten", engine.name)
         self.pool.close_idle(engine.url)
         self.predicted.forget(engine.url)
+        self.ledger.forget(engine.url)
 
     async def _every(self, seconds: float, action: Callable[[], None]) -> None:
         while True:
@@ -144,6 +159,15 @@ class Router:
                 action()
             except Exception:
                 log.exception("periodic work of the router failed; it goes on")
+
+
+def _admission_limits(cfg: RouterSection) -> AdmissionLimits:
+    return AdmissionLimits(
+        cfg.queue_requests,
+        cfg.queue_seconds,
+        cfg.retry_after_seconds,
+        cfg.max_retry_after_seconds,
+    )
 
 
 def _speeds(cfg: RouterSection) -> Speeds:

@@ -79,8 +79,16 @@ class RouterSection(Section):
     idle_seconds: Seconds = 600.0
     """Between two pieces of a response body."""
     max_inflight_per_engine: Annotated[int, Field(ge=1)] = 256
+    max_queued_tokens_per_engine: Annotated[int, Field(ge=1)] = 2_000_000
+    """An engine with so many tokens sent to it and not yet prefilled is full."""
+    queue_requests: Annotated[int, Field(ge=0)] = 256
+    """Requests that may wait while all engines of their model are full; 0 refuses them at once."""
+    queue_seconds: Seconds = 10.0
+    """How long one waits at most."""
     retry_after_seconds: Annotated[int, Field(ge=1)] = 1
-    """Said with 429 (all engines full) and 503 (none healthy)."""
+    """Said with 503 (no engine healthy), and the least said with 429 (all full)."""
+    max_retry_after_seconds: Annotated[int, Field(ge=1)] = 60
+    """The most said with 429, whatever the line looks like."""
     pooled_connections: Annotated[int, Field(ge=0)] = 64
     """Idle connections kept per engine."""
     pooled_seconds: Seconds = 4.0

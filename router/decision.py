@@ -22,7 +22,15 @@ from router.engines import Engine, EngineTable
 from router.load import LoadLedger
 from router.metrics import RouterMetrics
 from router.predicted import PredictedChains
-from router.scoring import NOTHING, Estimate, Holding, Speeds, holding_from, own_hit
+from router.scoring import (
+    NOTHING,
+    Estimate,
+    Holding,
+    Speeds,
+    holding_from,
+    own_hit,
+    queue_seconds,
+)
 from router.tokenize import NoTokens, TokenIds, Tokenizer
 from router.view import IndexView
 
@@ -41,7 +49,19 @@ class UnknownModelError(Exception):
 
 
 class SaturatedError(Exception):
-    """Every engine that could answer is at its limit."""
+    """Every engine that could answer is at its limit. `why` is the label of a counter."""
+
+    def __init__(self, message: str, why: str = "saturated") -> None:
+        super().__init__(message)
+        self.why = why
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """What one engine is given at most. An engine without queued tokens takes any prompt."""
+
+    max_requests: int
+    max_queued_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +141,7 @@ class Chooser:
         policy: Policy,
         speeds: Speeds,
         metrics: RouterMetrics,
-        max_inflight_per_engine: int,
+        limits: EngineLimits,
         *,
         rng: random.Random,
         clock: Callable[[], float] = time.monotonic,
@@ -134,7 +154,7 @@ class Chooser:
         self._policy = policy
         self._speeds = speeds
         self._metrics = metrics
-        self._max_inflight = max_inflight_per_engine
+        self.limits = limits
         self._rng = rng
         self._clock = clock
 
@@ -172,7 +192,8 @@ class Chooser:
         open_engines = [engine for engine in engines if self._has_room(engine)]
         if not open_engines:
             raise SaturatedError(
-                f"all {len(engines)} engines have {self._max_inflight} requests in flight"
+                f"all {len(engines)} engines have {self.limits.max_requests} requests in flight"
+                f" or {self.limits.max_queued_tokens} tokens to prefill"
             )
         scored = [self._candidate(engine, plan) for engine in open_engines]
         picked = self._policy.pick(plan.prompt_tokens, scored, self._rng)
@@ -193,6 +214,19 @@ class Chooser:
             engine.url not in excluded and self._has_room(engine)
             for engine in self._engines.serving(plan.model)
         )
+
+    def seconds_to_room(self, model: str, place: int) -> float:
+        """Return when the `place`-th request from now may find room on an engine of the model.
+
+        By the pace at which engines finish, as the ledger saw it; before it saw any, by the
+        shortest queue.
+        """
+        engines = self._engines.serving(model)
+        pace = sum(self._ledger.releases_per_second(engine.url) for engine in engines)
+        if pace > 0:
+            return place / pace
+        loads = (self._ledger.load(engine.url) for engine in engines)
+        return min((queue_seconds(load, self._speeds) for load in loads), default=0.0)
 
     def note_routed(self, decision: Decision) -> None:
         """The decision is being carried out: its chain will be in that engine's HBM."""
@@ -221,7 +255,11 @@ class Chooser:
         raise NoEngineError("no engine is healthy")
 
     def _has_room(self, engine: Engine) -> bool:
-        return self._ledger.active_requests(engine.url) < self._max_inflight
+        ledger, limits = self._ledger, self.limits
+        return (
+            ledger.active_requests(engine.url) < limits.max_requests
+            and ledger.queued_tokens(engine.url) < limits.max_queued_tokens
+        )
 
     def _least_busy(self, engines: Sequence[Engine]) -> Engine:
         return min(engines, key=lambda engine: self._ledger.active_requests(engine.url))

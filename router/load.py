@@ -6,28 +6,42 @@ released exactly once, by leaving the `with` block by whatever door.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from types import TracebackType
 
 from emberkv_proto.errors import IntegrityError
 from router.scoring import Load
 
+SHORTEST_SECONDS = 0.001
+NEWEST_SHARE = 0.1
+"""Weight of the newest request in an engine's mean time."""
+
 
 class Charge:
     """One request's share of an engine's load. Made by `LoadLedger.charge`."""
 
-    __slots__ = ("_entry", "_ledger", "_queued_tokens", "_url")
+    __slots__ = ("_began", "_entry", "_ledger", "_queued_tokens", "_url")
 
-    def __init__(self, ledger: LoadLedger, url: str, entry: _Entry, queued_tokens: int) -> None:
+    def __init__(
+        self, ledger: LoadLedger, url: str, entry: _Entry, queued_tokens: int, began: float
+    ) -> None:
         self._ledger = ledger
         self._url = url
         self._entry: _Entry | None = entry
         self._queued_tokens = queued_tokens
+        self._began = began
 
     def prefilled(self) -> None:
         """The engine has begun to answer: its prefill of this request is over. May be repeated."""
-        if self._entry is not None:
+        if self._entry is not None and self._queued_tokens:
             self._entry.queued_tokens -= self._queued_tokens
             self._queued_tokens = 0
+            self._ledger.freed()
+
+    def finished(self) -> None:
+        """The whole answer came: its time tells how quickly this engine finishes requests."""
+        self._ledger.note_finished(self._url, self._began)
 
     def release(self) -> None:
         """Take the request off the engine.
@@ -41,6 +55,7 @@ class Charge:
         self._entry.charges.remove(self)
         self._entry = None
         self._ledger.prune(self._url)
+        self._ledger.freed()
 
     def __enter__(self) -> Charge:
         return self
@@ -69,13 +84,18 @@ class _Entry:
 class LoadLedger:
     """Active requests and uncached prefill tokens per engine. O(1) per call."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._entries: dict[str, _Entry] = {}
+        self._mean_seconds: dict[str, float] = {}
+        """Of a finished request's whole time, recent ones counting most."""
+        self.on_freed: Callable[[], None] | None = None
+        """Told when a request ended or its prefill was over."""
 
     def charge(self, url: str, prefill_tokens: int) -> Charge:
         """Add a request that will compute `prefill_tokens` on the engine at `url`."""
         entry = self._entries.setdefault(url, _Entry())
-        charge = Charge(self, url, entry, max(0, prefill_tokens))
+        charge = Charge(self, url, entry, max(0, prefill_tokens), self._clock())
         entry.charges.add(charge)
         entry.queued_tokens += charge.queued_tokens
         return charge
@@ -90,8 +110,30 @@ class LoadLedger:
         entry = self._entries.get(url)
         return len(entry.charges) if entry else 0
 
+    def queued_tokens(self, url: str) -> int:
+        entry = self._entries.get(url)
+        return entry.queued_tokens if entry else 0
+
     def total_requests(self) -> int:
         return sum(len(entry.charges) for entry in self._entries.values())
+
+    def releases_per_second(self, url: str) -> float:
+        """The pace at which this engine finishes requests now; 0 where none has finished yet."""
+        mean = self._mean_seconds.get(url)
+        return self.active_requests(url) / mean if mean else 0.0
+
+    def note_finished(self, url: str, began: float) -> None:
+        seconds = max(self._clock() - began, SHORTEST_SECONDS)
+        mean = self._mean_seconds.get(url, seconds)
+        self._mean_seconds[url] = mean + NEWEST_SHARE * (seconds - mean)
+
+    def forget(self, url: str) -> None:
+        """The engine is gone for good."""
+        self._mean_seconds.pop(url, None)
+
+    def freed(self) -> None:
+        if self.on_freed is not None:
+            self.on_freed()
 
     def prune(self, url: str) -> None:
         """Forget an engine without requests."""
@@ -104,3 +146,4 @@ class LoadLedger:
             assert entry.charges, f"{url} is listed without a request"
             queued = sum(charge.queued_tokens for charge in entry.charges)
             assert entry.queued_tokens == queued, f"{url}: {entry.queued_tokens} != {queued}"
+        assert all(mean >= SHORTEST_SECONDS for mean in self._mean_seconds.values())

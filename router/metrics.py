@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
@@ -12,8 +13,10 @@ from prometheus_client.registry import Collector
 from router.engines import EngineTable
 from router.load import LoadLedger
 from router.scoring import Speeds, queue_seconds
+from router.waiting import Priority
 
 PREFIX = "emberkv_router_"
+_WAIT_BUCKETS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _DECISION_BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0)
 
 
@@ -58,6 +61,12 @@ class RouterMetrics:
         self.aborts = counter("aborts", "Requests whose client went away")
         self.upstream_errors = counter("upstream_errors", "Engine failures", ("engine", "kind"))
         self.refused = counter("refused_requests", "Requests that no engine got", ("why",))
+        self.waited_seconds = Histogram(
+            PREFIX + "waited_seconds",
+            "Time in line of requests that found every engine full, however it ended",
+            buckets=_WAIT_BUCKETS,
+            registry=self.registry,
+        )
         self.explored = counter("explored", "Requests sent elsewhere than to the longest hit")
         self.index_errors = counter("index_errors", "Index queries that failed")
         self.models_unread = counter("models_unread", "Engines whose /v1/models could not be read")
@@ -65,6 +74,17 @@ class RouterMetrics:
     def watch(self, engines: EngineTable, ledger: LoadLedger, speeds: Speeds) -> None:
         """Show the state of these at each scrape."""
         self.registry.register(_LoadCollector(engines, ledger, speeds))
+
+    def watch_line(self, waiting: Callable[[Priority], int]) -> None:
+        """Show how many requests of each class wait, at each scrape."""
+        gauge = Gauge(
+            PREFIX + "waiting_requests",
+            "Requests in line for an engine with room",
+            ("priority",),
+            registry=self.registry,
+        )
+        for priority in Priority:
+            gauge.labels(priority.name.lower()).set_function(partial(waiting, priority))
 
     def include(self, registry: CollectorRegistry) -> None:
         """Show another part's counters in the same exposition; its names must differ."""

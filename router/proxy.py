@@ -13,6 +13,7 @@ from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import Any
 
+from router.admission import Admission
 from router.chunked import UntilCloseBody
 from router.decision import (
     Chooser,
@@ -37,8 +38,10 @@ from router.upstream_head import (
     UpstreamError,
 )
 from router.upstream_pool import Exchange, UpstreamPool
+from router.waiting import BadPriorityError, read_priority
 
 RETRIED_STATUSES = frozenset({502, 503, 504})
+PRIORITY_HEADER = b"x-emberkv-priority"
 
 
 class BadBodyError(Exception):
@@ -58,7 +61,7 @@ def parse_body(raw: bytes) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class ProxyLimits:
-    """`retries`: further engines tried; `retry_after_seconds`: said with 429 and 503."""
+    """`retries`: further engines tried; `retry_after_seconds`: said with 503."""
 
     retries: int
     retry_after_seconds: int
@@ -87,12 +90,14 @@ class Proxy:
     def __init__(
         self,
         chooser: Chooser,
+        admission: Admission,
         ledger: LoadLedger,
         pool: UpstreamPool,
         metrics: RouterMetrics,
         limits: ProxyLimits,
     ) -> None:
         self._chooser = chooser
+        self._admission = admission
         self._ledger = ledger
         self._pool = pool
         self._metrics = metrics
@@ -120,18 +125,25 @@ class Proxy:
         except UnknownModelError as error:
             self._metrics.refused.labels("unknown_model").inc()
             self._refuse(client, error_response(404, str(error), code="model_not_found"))
-        except SaturatedError as error:
-            self._metrics.refused.labels("saturated").inc()
-            self._refuse(client, error_response(429, str(error), self._retry_after))
+        except BadPriorityError as error:
+            self._refuse(client, error_response(400, str(error), code="invalid_priority"))
         except NoEngineError as error:
             self._metrics.refused.labels("no_engine").inc()
             self._refuse(client, error_response(503, str(error), self._retry_after))
 
     async def _complete(self, request: Request, client: ServerConnection) -> None:
         began = self._loop.time()
-        plan = await self._chooser.plan(parse_body(request.body), len(request.body))
-        decision = self._chooser.choose(plan, ())
-        self._metrics.decision_seconds.observe(self._loop.time() - began)
+        body = parse_body(request.body)
+        priority = read_priority(request.header(PRIORITY_HEADER), body.get("priority"))
+        plan = await self._chooser.plan(body, len(request.body))
+        try:
+            decision = self._admission.try_now(plan, priority)
+            self._metrics.decision_seconds.observe(self._loop.time() - began)
+            if decision is None:
+                decision = await self._admission.wait(plan, priority)
+        except SaturatedError as error:
+            self._refuse_saturated(client, plan, error)
+            return
         if decision.is_exploring:
             self._metrics.explored.inc()
         await self._forward(request, client, plan, decision)
@@ -139,7 +151,12 @@ class Proxy:
     async def _pass_on(self, request: Request, client: ServerConnection) -> None:
         model = parse_body(request.body).get("model")
         plan = Plan(model if isinstance(model, str) else "", 1, None)
-        await self._forward(request, client, plan, self._chooser.choose(plan, ()))
+        try:
+            decision = self._chooser.choose(plan, ())
+        except SaturatedError as error:
+            self._refuse_saturated(client, plan, error)
+            return
+        await self._forward(request, client, plan, decision)
 
     async def _forward(
         self, request: Request, client: ServerConnection, plan: Plan, decision: Decision
@@ -223,6 +240,7 @@ class Proxy:
             return
         finally:
             client.detach()
+        charge.finished()
         if head.status == 200:
             self._count_hits(attempt.decision, relay)
 
@@ -252,6 +270,14 @@ class Proxy:
             self._chooser.forget_routed(engine)
         else:
             engine.health.request_failed(now)
+
+    def _refuse_saturated(
+        self, client: ServerConnection, plan: Plan, error: SaturatedError
+    ) -> None:
+        self._metrics.refused.labels(error.why).inc()
+        seconds = self._admission.retry_after_seconds(plan.model)
+        after = ((b"retry-after", b"%d" % seconds),)
+        self._refuse(client, error_response(429, str(error), after))
 
     def _refuse(self, client: ServerConnection, response: Response) -> None:
         self._metrics.requests.labels("", response.status).inc()

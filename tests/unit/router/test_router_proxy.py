@@ -379,7 +379,7 @@ async def test_fifty_streams_at_once_arrive_whole() -> None:
 async def test_full_engines_answer_429_and_none_healthy_503() -> None:
     async with (
         FakeEngine().serving() as engine,
-        running_router(engine.url, max_inflight_per_engine=1) as router,
+        running_router(engine.url, max_inflight_per_engine=1, queue_requests=0) as router,
     ):
         engine.completion = hang()
         async with connected(router.port) as client:
