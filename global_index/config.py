@@ -8,15 +8,16 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator, model_validator
 
 from client_sdk.logs import LogFormat, LogLevel
-from client_sdk.settings import Section, Settings, TlsFiles, tls_files_of
+from client_sdk.settings import Settings, TlsFiles, tls_files_of
 from global_index.dns_nodes import SCHEME, HostPort
 from global_index.hbm.static import StaticEngine
+from global_index.redis_settings import RedisKeys
 
 Seconds = Annotated[float, Field(gt=0)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 
 
-class IndexSection(Section):
+class IndexSection(RedisKeys):
     host: str = "127.0.0.1"
     port: Port = 7200
     """gRPC service Index. 0 picks a free port."""

@@ -60,7 +60,7 @@ from global_index.ingest import (
 )
 from global_index.membership import Liveness, Membership
 from global_index.row_copy import RowsCopy
-from global_index.views import ChainTrace, NodeRows, NodeView
+from global_index.views import ChainTrace, FollowedNode, NodeRows, NodeView
 from global_index.watch import Standing
 
 log = logging.getLogger(__name__)
@@ -376,6 +376,20 @@ class NodeDirectory:
 
     def nodes(self, now: float) -> list[NodeView]:
         return [self._view(node, now) for node in self._spoken()]
+
+    def node(self, node_id: NodeId, now: float) -> NodeView:
+        return self._view(self._nodes[node_id], now)
+
+    def followed(self) -> list[FollowedNode]:
+        found = (self.followed_at(address) for address in self._sources)
+        return [node for node in found if node is not None]
+
+    def followed_at(self, address: str) -> FollowedNode | None:
+        """Which rows an address's messages go to, as of now; None before there are any."""
+        node = self._node_of(address)
+        if node is None or node.visible is None:
+            return None
+        return FollowedNode(address, node.id, node.visible.holder, self._liveness(node))
 
     def standings(self) -> dict[NodeId, Standing]:
         """What watchers are told of each node, when it changes."""

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING
 
 from client_sdk.tls import Tls
 from emberkv_proto.errors import ConfigError
@@ -28,8 +29,12 @@ from global_index.membership import Membership
 from global_index.registry import Registry
 from global_index.seeding import SeedCounts, load_seed
 from global_index.subscriber import StreamCounts, Subscriber
-from global_index.views import ChainTrace, NodeView
+from global_index.views import ChainTrace, FollowedNode, NodeView
 from global_index.watch import NodeWatch
+
+if TYPE_CHECKING:
+    from global_index.redis_mirror import MirroredIndex
+    from global_index.redis_shared import SharedIndex
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +66,19 @@ def open_index(section: IndexSection) -> BlockIndex:
     return MemoryIndex(section.capacity_blocks)
 
 
+def _share(
+    section: IndexSection, index: BlockIndex, following: GlobalIndex, name: str
+) -> tuple[MirroredIndex, SharedIndex]:
+    """Raises ConfigError where redis-py is not installed."""
+    try:
+        from global_index.redis_mirror import MirroredIndex
+        from global_index.redis_shared import SharedIndex
+    except ImportError as error:
+        raise ConfigError(f"index.redis_url needs `pip install emberkv[redis]`: {error}") from error
+    mirrored = MirroredIndex(index, section.redis_queue_rows)
+    return mirrored, SharedIndex(section, mirrored, following, name=name)
+
+
 class GlobalIndex:
     """Index, ingest, membership and one subscriber per daemon, behind one object.
 
@@ -84,6 +102,10 @@ class GlobalIndex:
         self._clock = clock
         self._wall = wall
         self._index = open_index(section)
+        self.shared: SharedIndex | None = None
+        """With `index.redis_url`: what this process shares with others through Redis."""
+        if section.redis_url:
+            self._index, self.shared = _share(section, self._index, self, name)
         membership = Membership(section.suspect_seconds, section.gone_seconds)
         holders = HolderPool(self._index)
         self._directory = NodeDirectory(self._index, membership, holders)
@@ -114,6 +136,8 @@ class GlobalIndex:
         With `index.seed_from` the daemons are followed once that index has given its rows.
         """
         self._ticker = asyncio.create_task(self._supervise("ticker", self._tick_for_ever))
+        if self.shared is not None:
+            self.shared.start(self._supervise)
         self._seeding = asyncio.create_task(self._supervise("seeding", self._seed))
         for address in self._section.addresses:
             self.subscribe(address)
@@ -122,6 +146,8 @@ class GlobalIndex:
 
     async def stop(self) -> None:
         """End all tasks; rows stay and can still be asked for."""
+        if self.shared is not None:
+            await self.shared.stop()
         own = [task for task in (self._ticker, self._lookups, self._seeding) if task]
         tasks = [*self._tasks.values(), *own]
         self._tasks.clear()
@@ -140,7 +166,14 @@ class GlobalIndex:
         await self.stop()
 
     def subscribe(self, address: str) -> None:
-        """Follow a daemon; one that is followed already goes on as it is."""
+        """Follow a daemon, or in Redis mode see to it that somebody does."""
+        if self.shared is not None:
+            self.shared.want(address)
+        else:
+            self.follow(address)
+
+    def follow(self, address: str) -> None:
+        """Follow a daemon in this process; one that is followed already goes on as it is."""
         if address in self._tasks:
             return
         self._directory.add_source(address)
@@ -164,6 +197,13 @@ class GlobalIndex:
 
     async def unsubscribe(self, address: str) -> None:
         """Follow a daemon no longer. Its node fades as if silent, unless another address has it."""
+        if self.shared is not None:
+            await self.shared.unwant(address)
+        else:
+            await self.unfollow(address)
+
+    async def unfollow(self, address: str) -> None:
+        """As `unsubscribe`, in this process alone."""
         self._directory.remove_source(address)
         await self._end_streams((address,))
 
@@ -173,6 +213,8 @@ class GlobalIndex:
         A newer incarnation brings it back if its address is subscribed to again, `readmit` the
         same one too.
         """
+        if self.shared is not None:
+            await self.shared.forget(node_id)
         await self._end_streams(self._directory.remove_node(node_id))
 
     def readmit(self, node_id: NodeId) -> None:
@@ -218,8 +260,12 @@ class GlobalIndex:
         return ChainHits(tuple(self._directory.node_hits(found)), tuple(self._engines.hits(found)))
 
     async def answer(self, keys: Keys) -> ChainHits:
-        """As `hits`, for whoever can wait."""
-        return self.hits(keys)
+        """As `hits`, over all nodes: in Redis mode also those that other processes follow.
+
+        Waits for Redis `index.redis_query_seconds` at most, without Redis mode for nothing.
+        """
+        own = self.hits(keys)
+        return own if self.shared is None else await self.shared.answer(keys, own)
 
     def explain(self, keys: Keys) -> list[ChainTrace]:
         """Each node's run and the tiers of each block; nodes left out of answers included."""
@@ -227,12 +273,28 @@ class GlobalIndex:
 
     def copy_nodes(self, node_ids: Sequence[NodeId]) -> AsyncGenerator[SnapshotPage, None]:
         """Rows of these nodes, or of all when none is named; for another index to start from."""
-        wanted = node_ids or [node.node_id for node in self.nodes()]
+        wanted = node_ids or [node.node_id for node in self._directory.nodes(self._clock())]
         return copied_pages(self._directory, wanted)
 
     def nodes(self) -> list[NodeView]:
-        """All known nodes and their engines."""
-        return self._directory.nodes(self._clock())
+        """All known nodes and their engines, in Redis mode also those that others follow."""
+        own = self._directory.nodes(self._clock())
+        if self.shared is None:
+            return own
+        others = self.shared.others(self._wall())
+        theirs = {view.node_id for view in others}
+        return [view for view in own if view.node_id not in theirs] + others
+
+    def followed(self) -> list[FollowedNode]:
+        """Nodes that this process follows, once they have rows."""
+        return self._directory.followed()
+
+    def followed_at(self, address: str) -> FollowedNode | None:
+        return self._directory.followed_at(address)
+
+    def view(self, node_id: NodeId) -> NodeView:
+        """One node that this process knows itself."""
+        return self._directory.node(node_id, self._clock())
 
     def engines(self) -> list[EngineView]:
         """All engines whose events are followed."""
@@ -264,6 +326,8 @@ class GlobalIndex:
         self._names.check_integrity()
         self.watch.check_integrity()
         self.registry.check_integrity()
+        if self.shared is not None:
+            self.shared.check_integrity()
 
     async def _follow_names(self) -> None:
         await follow(self._names, self._renew, self._section.resolve_seconds)

@@ -6,7 +6,7 @@ here; when it is full (`maxmemory`), writing fails and nothing changes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
 from typing import Any, NewType
@@ -28,10 +28,15 @@ Token = NewType("Token", int)
 Client = Any
 """redis.asyncio.Redis or RedisCluster: the calls used here are the same."""
 
+Trip = list[tuple[Any, ...]]
+"""Arguments of some scripts."""
+
 ROWS_PER_SCRIPT = 512
 """Bounds how long one script keeps Redis from others: about 2 ms."""
 
-SCRIPTS_PER_TRIP = 16
+SCRIPTS_PER_TRIP = 4
+"""Bounds how long this process's loop is kept by packing them: some milliseconds."""
+
 SLICES_PER_READ = 64
 """Read by one command; of a node with a million rows that is 16,000 rows, a few milliseconds."""
 
@@ -69,7 +74,7 @@ class RedisIndex:
     """
 
     def __init__(self, client: Client, schema: RedisSchema) -> None:
-        self._client = client
+        self.client = client
         self._schema = schema
         self._tokens: dict[Holder, Token] = {}
 
@@ -79,7 +84,7 @@ class RedisIndex:
         Raises:
             FencedError: a greater token has it.
         """
-        async with self._client.pipeline(transaction=False) as pipe:
+        async with self.client.pipeline(transaction=False) as pipe:
             for tag in range(len(TAGS)):
                 pipe.eval(redis_scripts.FENCE, 1, self._schema.fence(tag, number), token)
             _refuse(number, await pipe.execute())
@@ -88,7 +93,7 @@ class RedisIndex:
     async def release(self, number: Holder) -> None:
         """Forget the fence of a number that has no rows left."""
         token = self._tokens.pop(number)
-        async with self._client.pipeline(transaction=False) as pipe:
+        async with self.client.pipeline(transaction=False) as pipe:
             for tag in range(len(TAGS)):
                 pipe.eval(redis_scripts.UNFENCE, 1, self._schema.fence(tag, number), token)
             await pipe.execute()
@@ -99,20 +104,30 @@ class RedisIndex:
         Raises:
             FencedError, RowsLostError: nothing of the refused scripts was done.
         """
+        changed = 0
+        for trip in self.trips(number, changes):
+            changed += await self.send(number, trip)
+        return changed
+
+    def trips(self, number: Holder, changes: Sequence[Change]) -> Iterator[Trip]:
+        """The changes as scripts, some of them at a time; each trip goes to `send`, in order."""
         changes = [change for change in changes if change.keys.size]
         if not changes:
-            return 0
+            return
         keys = np.concatenate([change.keys for change in changes]).astype(np.uint64, copy=False)
         sizes = [change.keys.size for change in changes]
         ops = np.repeat(np.array([change.op for change in changes], np.uint8), sizes)
         ops, keys = ops[keys != 0], keys[keys != 0]
-        changed = 0
-        for trip in _trips(self._scripts(number, keys, ops)):
-            async with self._client.pipeline(transaction=False) as pipe:
-                for arguments in trip:
-                    pipe.eval(*arguments)
-                changed += _refuse(number, await pipe.execute())
-        return changed
+        scripts = iter(self._scripts(number, keys, ops))
+        while trip := list(islice(scripts, SCRIPTS_PER_TRIP)):
+            yield trip
+
+    async def send(self, number: Holder, trip: Trip) -> int:
+        """Run scripts of `trips`; return how many rows were not so before. Raises as `apply`."""
+        async with self.client.pipeline(transaction=False) as pipe:
+            for arguments in trip:
+                pipe.eval(*arguments)
+            return _refuse(number, await pipe.execute())
 
     async def apply_stored(self, number: Holder, tier: Tier, keys: Keys) -> Applied:
         changed = await self.apply(number, [Change(tier, keys, stores=True)])
@@ -130,10 +145,9 @@ class RedisIndex:
         """Remove all rows of `number`."""
         await self._clear(number, tuple(Tier))
 
-    async def rows_of_tag(self, number: Holder, tier: Tier, tag: int) -> Keys:
-        """Rows whose keys' low bits are `tag`, in no order."""
-        (rows,) = await self._rows_of_tag(number, (tier,), tag)
-        return rows
+    async def rows_of_tag(self, number: Holder, tag: int) -> dict[Tier, Keys]:
+        """Rows whose keys' low bits are `tag`, by tier, in no order."""
+        return await self._rows_of_tag(number, tuple(Tier), tag)
 
     async def query(self, keys: Keys) -> list[HolderHit]:
         """Leading runs of a chain, one for each number of its first block, in no order. Exact."""
@@ -148,9 +162,17 @@ class RedisIndex:
         """Values of blocks, in order."""
         if not keys.size:
             return []
-        async with self._client.pipeline(transaction=False) as pipe:
-            asked = ask_values(self._client, pipe, self._schema, keys)
+        async with self.client.pipeline(transaction=False) as pipe:
+            asked = ask_values(self.client, pipe, self._schema, keys)
             return asked.in_order(await pipe.execute())
+
+    async def count(self, number: Holder, tier: Tier) -> int:
+        """How many rows `number` has in `tier`. O(slices), whatever their size."""
+        async with self.client.pipeline(transaction=False) as pipe:
+            for tag in range(len(TAGS)):
+                names = self._schema.slices(tag, number, tier)
+                pipe.eval(redis_scripts.COUNT, len(names), *names)
+            return sum(await pipe.execute())
 
     async def holdings(self, key: IndexKey) -> tuple[Holding, ...]:
         """Who has one block, by number."""
@@ -164,7 +186,7 @@ class RedisIndex:
         """Count and XOR of the rows of `number` in `tier`. O(rows)."""
         blocks, xor = 0, np.uint64(0)
         for tag in range(len(TAGS)):
-            keys = await self.rows_of_tag(number, tier, tag)
+            keys = (await self._rows_of_tag(number, (tier,), tag))[tier]
             blocks, xor = blocks + keys.size, xor ^ np.bitwise_xor.reduce(keys, initial=0)
         return TierDigest(tier, blocks, int(xor))
 
@@ -173,8 +195,7 @@ class RedisIndex:
         sets: dict[tuple[int, int], int] = {}
         for number in self._tokens:
             for tag in range(len(TAGS)):
-                found_rows = await self._rows_of_tag(number, tuple(Tier), tag)
-                for tier, keys in zip(Tier, found_rows, strict=True):
+                for tier, keys in (await self.rows_of_tag(number, tag)).items():
                     assert np.all(tags_of(keys) == tag)
                     for key in keys.tolist():
                         held = sets.get((key, number), 0)
@@ -197,22 +218,24 @@ class RedisIndex:
         changed = 0
         for tag in range(len(TAGS)):
             rows = await self._rows_of_tag(number, tiers, tag)
-            changes = zip(tiers, rows, strict=True)
-            changed += await self.apply(number, [Change(t, k, stores=False) for t, k in changes])
+            removed = [Change(tier, keys, stores=False) for tier, keys in rows.items()]
+            changed += await self.apply(number, removed)
         return changed
 
-    async def _rows_of_tag(self, number: Holder, tiers: tuple[Tier, ...], tag: int) -> list[Keys]:
-        async with self._client.pipeline(transaction=False) as pipe:
+    async def _rows_of_tag(
+        self, number: Holder, tiers: tuple[Tier, ...], tag: int
+    ) -> dict[Tier, Keys]:
+        async with self.client.pipeline(transaction=False) as pipe:
             for tier in tiers:
                 names = self._schema.slices(tag, number, tier)
                 for first in range(0, SLICES, SLICES_PER_READ):
                     pipe.execute_command("SUNION", *names[first : first + SLICES_PER_READ])
             found = await pipe.execute()
         reads = SLICES // SLICES_PER_READ
-        return [
-            keys_of([m for members in found[n * reads : (n + 1) * reads] for m in members])
-            for n in range(len(tiers))
-        ]
+        return {
+            tier: keys_of([m for members in found[n * reads : (n + 1) * reads] for m in members])
+            for n, tier in enumerate(tiers)
+        }
 
     def _scripts(self, number: Holder, keys: Keys, ops: Any) -> Iterable[tuple[Any, ...]]:
         tags = tags_of(keys)
@@ -281,13 +304,6 @@ def ask_values(client: Client, pipe: Any, schema: RedisSchema, keys: Keys) -> As
     for chosen in places:
         pipe.execute_command("MGET", *[names[place] for place in chosen.tolist()])
     return Asked(places, keys.size)
-
-
-def _trips(scripts: Iterable[tuple[Any, ...]]) -> Iterable[list[tuple[Any, ...]]]:
-    """Some scripts at a time."""
-    iterator = iter(scripts)
-    while trip := list(islice(iterator, SCRIPTS_PER_TRIP)):
-        yield trip
 
 
 def _refuse(number: Holder, replies: Sequence[int]) -> int:

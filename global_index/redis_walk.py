@@ -83,6 +83,11 @@ class ChainWalk:
         self._ended += self._hits(~goes_on)
         self._active, self._counts = self._active[goes_on], self._counts[goes_on]
 
+    def keep(self, numbers: npt.NDArray[np.intp]) -> None:
+        """Walk on for these only; runs of others that have not ended are left out of `hits`."""
+        stays = np.isin(self._active, numbers)
+        self._active, self._counts = self._active[stays], self._counts[stays]
+
     def hits(self) -> list[HolderHit]:
         return self._ended + self._hits(np.ones(self._active.size, bool))
 

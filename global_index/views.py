@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from emberkv_proto.events import Keys
 from emberkv_proto.types import EngineInfo, Incarnation, NodeId, Seq, Tier, TierDigest
+from global_index.index import Holder
 from global_index.ingest import Counts, Exactness
 from global_index.membership import Liveness
 
@@ -31,6 +32,16 @@ class NodeView:
     """Rows stored twice or removed when absent."""
     dropped: int
     """Rows refused because the index was full."""
+
+
+@dataclass(frozen=True, slots=True)
+class FollowedNode:
+    """A node with rows that queries see, and where it is followed."""
+
+    address: str
+    node_id: NodeId
+    holder: Holder
+    liveness: Liveness
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,10 @@ class IndexView(Protocol):
     """Called on the router's event loop."""
 
     async def answer(self, keys: Keys) -> ChainHits:
-        """How many leading blocks of the chain each node and each engine has."""
+        """How many leading blocks of the chain each node and each engine has.
+
+        Waits for nothing, but for an index in Redis some milliseconds at most.
+        """
         ...
 
     def nodes(self) -> Sequence[NodeView]: ...

@@ -1,0 +1,347 @@
+"""Several indexes over one real Redis: they share daemons, answer alike, and outlive failures."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import redis.asyncio
+
+from client_sdk import aio
+from emberkv_proto.errors import UnavailableError
+from emberkv_proto.types import EngineInfo, NamespaceId, NodeHit, NodeId, Tier
+from global_index.config import IndexSection
+from global_index.embedded import GlobalIndex
+from global_index.ingest import Exactness
+from global_index.membership import Liveness
+from global_index.redis_index import RedisIndex, Token
+from global_index.redis_registry import parse_registry
+from global_index.redis_schema import RedisSchema
+from tests.helpers.model_daemon import ModelDaemon, ModelServer, as_keys
+from tests.helpers.redis_server import RedisServer, redis_server
+
+CHAIN = as_keys(range(1, 201))
+ENGINE = EngineInfo("e1", "http://127.0.0.1:8000", "m", NamespaceId(b"n" * 16), 64)
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture
+def server() -> Iterator[RedisServer]:
+    with redis_server() as server:
+        yield server
+
+
+@asynccontextmanager
+async def daemons(count: int) -> AsyncIterator[list[ModelServer]]:
+    """Daemon i holds blocks 1..100+10*i in DRAM, and 20 more in SSD."""
+    servers = []
+    for i in range(count):
+        server = ModelServer(ModelDaemon(f"n{i}"))
+        server.daemon.store(Tier.DRAM, range(1, 101 + 10 * i))
+        server.daemon.store(Tier.SSD, range(90, 121 + 10 * i))
+        servers.append(server)
+        await server.start()
+    try:
+        yield servers
+    finally:
+        for server in servers:
+            await server.stop()
+
+
+@asynccontextmanager
+async def sharing(
+    server: RedisServer, nodes: list[ModelServer], name: str = "r", **changes: Any
+) -> AsyncIterator[GlobalIndex]:
+    values: dict[str, Any] = {
+        "nodes": tuple(node.address for node in nodes),
+        "capacity_blocks": 100_000,
+        "backend": "python",
+        "suspect_seconds": 1.5,
+        "gone_seconds": 60.0,
+        "redis_url": server.url,
+        "redis_lease_seconds": 1.0,
+        "redis_query_seconds": 2.0,
+    }
+    async with GlobalIndex(IndexSection(**(values | changes)), name=name) as index:
+        yield index
+    index.check_integrity()
+    assert index.faults == 0
+
+
+async def until(holds: Callable[[], Awaitable[bool]], seconds: float = 40.0) -> None:
+    async with aio.timeout(seconds):
+        while not await holds():  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+
+async def redis_equals(server: RedisServer, nodes: list[ModelServer]) -> bool:
+    """Whether Redis has exactly the rows of these daemons, and says so."""
+    schema = RedisSchema()
+    async with redis.asyncio.Redis(port=server.port, socket_timeout=5) as client:
+        records = parse_registry(b"", await client.hgetall(schema.registry("records"))).records
+        rows = RedisIndex(client, schema)
+        for node in nodes:
+            record = records.get(NodeId(node.daemon.node_id))
+            if record is None or record.view.exactness is not Exactness.EXACT:
+                return False
+            if (record.view.incarnation, record.view.seq) != (
+                *(node.daemon.incarnation, node.daemon.seq),
+            ):
+                return False
+            for tier, expected in node.daemon.rows.items():
+                digest = await rows.digest(record.number, tier)
+                xor = int(np.bitwise_xor.reduce(as_keys(expected), initial=0)) if expected else 0
+                if (digest.blocks, digest.xor) != (len(expected), xor):
+                    return False
+    return True
+
+
+def expected_hits(nodes: list[ModelServer]) -> set[NodeHit]:
+    hits = set()
+    for node in nodes:
+        dram = ssd = 0
+        for key in CHAIN.tolist():
+            if key in node.daemon.rows[Tier.DRAM]:
+                dram += 1
+            elif key in node.daemon.rows[Tier.SSD]:
+                ssd += 1
+            else:
+                break
+        if dram + ssd:
+            hits.add(NodeHit(NodeId(node.daemon.node_id), dram + ssd, dram, ssd))
+    return hits
+
+
+async def answers(index: GlobalIndex, nodes: list[ModelServer]) -> bool:
+    return set((await index.answer(CHAIN)).nodes) == expected_hits(nodes)
+
+
+async def all_answer(indexes: list[GlobalIndex], nodes: list[ModelServer]) -> None:
+    for index in indexes:
+        await until(lambda index=index: answers(index, nodes))
+
+
+async def test_two_routers_share_the_daemons_and_answer_alike(server: RedisServer) -> None:
+    async with daemons(4) as nodes:
+        nodes[0].daemon.engines = (ENGINE,)
+        async with sharing(server, nodes, "a") as first, sharing(server, nodes, "b") as second:
+            await until(lambda: redis_equals(server, nodes))
+            await all_answer([first, second], nodes)
+            for index in (first, second):
+                assert index.shared is not None
+                await until(lambda index=index: asyncio.sleep(0, index.shared.state().leases == 2))
+            await all_answer([first, second], nodes)
+            await until(lambda: asyncio.sleep(0, len(first.followed()) == 2))
+            views = {view.node_id: view for view in second.nodes()}
+            assert views.keys() == {"n0", "n1", "n2", "n3"}
+            assert all(view.liveness is Liveness.OK for view in views.values())
+            assert views[NodeId("n0")].engines == (ENGINE,)
+            nodes[1].daemon.remove(Tier.DRAM, range(40, 50))
+            nodes[2].daemon.clear(Tier.DRAM)
+            nodes[3].daemon.store(Tier.DRAM, range(131, 180))
+            await all_answer([first, second], nodes)
+            await until(lambda: redis_equals(server, nodes))
+
+
+async def test_dead_routers_daemons_are_taken_over(server: RedisServer) -> None:
+    async with daemons(3) as nodes, AsyncExitStack() as stack:
+        first = await stack.enter_async_context(sharing(server, nodes, "a"))
+        await until(lambda: redis_equals(server, nodes))
+        second = await stack.enter_async_context(sharing(server, nodes, "b"))
+        await all_answer([first, second], nodes)
+        # As kill -9 leaves it: nothing is given back, nothing renewed.
+        assert first.shared is not None
+        first.shared.link.lost(first.shared.link.client, "killed by the test")
+        for task in (*first.shared._tasks, first.shared._connecting):
+            task.cancel()
+        nodes[0].daemon.store(Tier.DRAM, range(121, 160))
+        await until(lambda: answers(second, nodes))
+        await until(lambda: redis_equals(server, nodes))
+        assert second.shared is not None
+        assert second.shared.state().leases == 3
+
+
+async def test_flushed_redis_is_filled_again(server: RedisServer) -> None:
+    async with (
+        daemons(2) as nodes,
+        sharing(server, nodes) as index,
+        sharing(server, nodes, "b") as other,
+    ):
+        await until(lambda: redis_equals(server, nodes))
+        async with redis.asyncio.Redis(port=server.port) as client:
+            await client.flushall()
+        nodes[0].daemon.store(Tier.DRAM, range(121, 130))
+        await until(lambda: redis_equals(server, nodes))
+        await all_answer([index, other], nodes)
+
+
+async def test_killed_redis_leaves_the_own_rows_and_is_filled_when_it_is_back(
+    server: RedisServer,
+) -> None:
+    async with (
+        daemons(2) as nodes,
+        sharing(server, nodes) as first,
+        sharing(server, nodes, "b") as second,
+    ):
+        await until(lambda: redis_equals(server, nodes))
+        await all_answer([first, second], nodes)
+        server.kill()
+        nodes[0].daemon.remove(Tier.DRAM, range(50, 60))
+        nodes[1].daemon.restart(loses=(Tier.DRAM,))
+        # Alone, each follows all daemons.
+        await all_answer([first, second], nodes)
+        server.start_again()
+        await until(lambda: redis_equals(server, nodes))
+        await all_answer([first, second], nodes)
+        for index in (first, second):
+            await until(lambda index=index: asyncio.sleep(0, index.shared.state().leases == 1))
+
+
+async def test_stopped_redis_delays_no_query_for_long_and_only_differences_are_written(
+    server: RedisServer,
+) -> None:
+    async with daemons(1) as nodes, sharing(server, nodes, redis_query_seconds=0.05) as index:
+        await until(lambda: redis_equals(server, nodes))
+        assert index.shared is not None
+        counts = index.shared.writer.counts
+        repaired = counts.repaired
+        server.stop()
+        for _ in range(6):  # the first are late, then it counts as away
+            assert await answers(index, nodes)
+        assert index.shared.reader.counts.away == 6
+        assert index.shared.link.counts.late >= 3
+        nodes[0].daemon.store(Tier.DRAM, range(150, 157))
+        await asyncio.sleep(2.5)
+        server.go_on()
+        await until(lambda: redis_equals(server, nodes))
+        assert counts.repaired - repaired <= 7
+        await until(lambda: answers(index, nodes))
+
+
+async def test_silent_daemon_drops_out_of_everybodys_answers(server: RedisServer) -> None:
+    async with (
+        daemons(2) as nodes,
+        sharing(server, nodes) as first,
+        sharing(server, nodes, "b") as second,
+    ):
+        await until(lambda: redis_equals(server, nodes))
+        await nodes[1].stop()
+        await all_answer([first, second], nodes[:1])
+        await nodes[1].start()
+        await all_answer([first, second], nodes)
+
+
+async def test_forged_records_and_values_are_ignored_and_counted(server: RedisServer) -> None:
+    async with (
+        daemons(1) as nodes,
+        sharing(server, nodes) as index,
+        redis.asyncio.Redis(port=server.port) as client,
+    ):
+        await until(lambda: redis_equals(server, nodes))
+        schema = RedisSchema()
+        forger = RedisIndex(client, schema)
+        from global_index.index import Holder
+
+        await forger.claim(Holder(77), Token(1))
+        await forger.apply_stored(Holder(77), Tier.DRAM, CHAIN)
+        await client.hset(schema.registry("records"), "evil", b'{"number": 77, "node": "evil"}')
+        await client.set(schema.registry("version"), "new")
+        await client.set(schema.blocks(CHAIN)[119], b"odd")
+        await until(lambda: asyncio.sleep(0, index.shared.reader.counts.malformed > 0))
+        assert [hit.node_id for hit in (await index.answer(CHAIN)).nodes] == ["n0"]
+        assert index.shared is not None
+        assert index.shared.reader.counts.unknown > 0
+
+
+async def test_drifted_rows_are_found_by_the_audit_and_repaired(server: RedisServer) -> None:
+    async with daemons(1) as nodes, sharing(server, nodes, redis_audit_seconds=0.5) as index:
+        await until(lambda: redis_equals(server, nodes))
+        schema = RedisSchema()
+        async with redis.asyncio.Redis(port=server.port) as client:
+            key = as_keys([5])
+            await client.delete(
+                schema.blocks(key)[0], schema.slices_of(5, _number(index), [Tier.DRAM], key)[0]
+            )
+        await until(lambda: redis_equals(server, nodes))
+        assert index.shared is not None
+        assert index.shared.writer.counts.drifted > 0
+
+
+def _number(index: GlobalIndex) -> Any:
+    assert index.shared is not None
+    return index.shared.writer.alive_numbers()[0]
+
+
+async def test_removed_node_leaves_nothing_in_redis_but_its_resting_number(
+    server: RedisServer,
+) -> None:
+    async with daemons(2) as nodes, sharing(server, nodes) as index:
+        await until(lambda: redis_equals(server, nodes))
+        await index.remove_node(NodeId("n1"))
+        await until(lambda: answers(index, nodes[:1]))
+        async with redis.asyncio.Redis(port=server.port) as client:
+            schema = RedisSchema()
+            assert await client.hlen(schema.registry("records")) == 1
+            assert await client.zcard(schema.registry("resting")) == 1
+            values = await RedisIndex(client, schema).values(as_keys(range(121, 131)))
+            assert values == [None] * 10
+        with pytest.raises(UnavailableError):
+            await index.remove_node(NodeId("n1"))
+
+
+async def test_overflowing_queue_costs_a_comparison_and_no_rows(server: RedisServer) -> None:
+    async with (
+        daemons(1) as nodes,
+        sharing(server, nodes, redis_queue_rows=1024, redis_lease_seconds=5.0) as index,
+    ):
+        await until(lambda: redis_equals(server, nodes))
+        assert index.shared is not None
+        compared = index.shared.writer.counts.compared
+        for start in range(1000, 9000, 1000):
+            nodes[0].daemon.store(Tier.DRAM, range(start, start + 1000))
+        await until(lambda: redis_equals(server, nodes))
+        assert index.shared.writer.counts.compared > compared
+
+
+async def test_random_events_and_failures_end_with_redis_equal_to_the_daemons(
+    server: RedisServer,
+) -> None:
+    rng = random.Random(7)
+    async with (
+        daemons(3) as nodes,
+        sharing(server, nodes) as first,
+        sharing(server, nodes, "b") as second,
+    ):
+        for _ in range(4):
+            for _ in range(10):
+                node = rng.choice(nodes)
+                start, count = rng.randrange(1, 150), rng.randrange(1, 60)
+                tier = rng.choice([Tier.DRAM, Tier.SSD])
+                held = node.daemon.rows[tier]
+                keys = range(start, start + count)
+                match rng.randrange(8):
+                    case 0:
+                        node.daemon.clear(tier)
+                    case 1 | 2 | 3:
+                        node.daemon.remove(tier, [key for key in keys if key in held])
+                    case _:
+                        node.daemon.store(tier, [key for key in keys if key not in held])
+                await asyncio.sleep(rng.random() * 0.05)
+            match rng.randrange(3):
+                case 0:
+                    server.kill()
+                    server.start_again()
+                case 1:
+                    async with redis.asyncio.Redis(port=server.port) as client:
+                        await client.flushall()
+                case _:
+                    server.stop()
+                    await asyncio.sleep(0.5)
+                    server.go_on()
+        await until(lambda: redis_equals(server, nodes))
+        await all_answer([first, second], nodes)
