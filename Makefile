@@ -9,7 +9,7 @@ PROTOS = $(wildcard proto/emberkv_proto/v1/*.proto)
 PROTOC = $(PROTO_VENV)/bin/python -m grpc_tools.protoc -I proto
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo redis-server test test-fast test-vllm test-k8s kube-control-plane kustomize image lint fmt type proto proto-check check ci crash soak index-model bench clean
+.PHONY: help setup demo redis-server test test-fast test-vllm test-k8s kube-control-plane kustomize image lint fmt type proto proto-check check ci crash soak index-model index-campaign bench clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -111,6 +111,10 @@ index-model: setup ## RUNS random histories from SEED on against each index back
 	@for backend in memory dict; do \
 	  $(BIN)/python -m tests.model.index_runs --runs $(RUNS) --seed $(SEED) --backend $$backend || exit 1; \
 	done
+
+PAUSE ?= 30
+index-campaign: setup ## kill and stop daemons, routers and Redis under load; every index must be exact again
+	$(BIN)/python -m tests.process.index_campaign --pause $(PAUSE) --seed $(SEED)
 
 LOOPS ?= 100
 crash: setup ## kill -9 a loaded daemon LOOPS times and check that nothing acknowledged is lost
