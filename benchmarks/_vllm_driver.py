@@ -12,7 +12,7 @@ import sys
 from typing import Any
 
 from vllm import LLM, SamplingParams
-from vllm.config import KVTransferConfig
+from vllm.config import KVEventsConfig, KVTransferConfig
 from vllm.lora.request import LoRARequest
 
 
@@ -62,6 +62,9 @@ def main() -> None:
     transfer = options.pop("kv_transfer_config", None)
     if transfer is not None:
         options["kv_transfer_config"] = KVTransferConfig(**transfer)
+    events = options.pop("kv_events_config", None)
+    if events is not None:
+        options["kv_events_config"] = KVEventsConfig(**events)
     llm = LLM(**options)
     print(json.dumps("ready"), file=answers, flush=True)
     for line in sys.stdin:

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from emberkv_proto.errors import InvalidRequestError, UnavailableError
-from emberkv_proto.events import BlocksRemoved, BlocksStored, Event, TierCleared
-from emberkv_proto.types import EngineHit, EngineInfo, NodeId, Tier
+from emberkv_proto.events import BlocksRemoved, BlocksStored, Event
+from emberkv_proto.types import EngineHit, EngineInfo, NodeId, Tier, TierDigest
 from global_index.hbm.decoding import decode_message
 from global_index.hbm.endpoints import check_endpoint
 from global_index.hbm.rows import ChainForm, EngineRows, RowCounts
@@ -81,7 +81,8 @@ class EngineView:
     key: EngineKey
     info: EngineInfo
     state: StreamState
-    rows: int
+    digest: TierDigest
+    """Count and XOR of its HBM rows."""
     pending_blocks: int
     dropped: int
     """Rows refused because the index was full."""
@@ -219,9 +220,8 @@ class EngineDirectory:
         """What was before `next_seq` is missed for good: what is in the cache is unknown."""
         engine = self._engines[key]
         engine.counts.lost += 1
-        engine.rows.lose()
         engine.sequence.skip_to(next_seq)
-        self._index.clear_tier(engine.holder, Tier.HBM)
+        self._apply(engine, engine.rows.lose())
 
     def on_current(self, key: EngineKey) -> None:
         """Connected, and nothing is missing."""
@@ -259,7 +259,7 @@ class EngineDirectory:
                 engine.key,
                 engine.info,
                 engine.state,
-                engine.rows.rows,
+                self._index.digest(engine.holder, Tier.HBM),
                 engine.rows.pending_blocks,
                 engine.dropped,
                 engine.counts,
@@ -303,15 +303,15 @@ class EngineDirectory:
 
     def _drop(self, key: EngineKey) -> None:
         engine = self._engines.pop(key)
+        self._empty(engine)  # by its own keys, so that the sweep finds nothing
         del self._by_holder[engine.holder]
         self._holders.retire(engine.holder)
         self._holders.unreserve(1)
         log.info("engine %s is followed no longer", key)
 
     def _empty(self, engine: _Engine) -> None:
-        engine.rows.clear()
         engine.sequence.begin()
-        self._index.clear_tier(engine.holder, Tier.HBM)
+        self._apply(engine, engine.rows.clear())
 
     def _take(self, engine: _Engine, payload: bytes) -> None:
         counts = engine.counts
@@ -325,8 +325,7 @@ class EngineDirectory:
         counts.malformed_events += message.malformed
         counts.unknown_events += message.unknown
         counts.other_media += message.other_media
-        for event in engine.rows.apply(message.events):
-            self._apply(engine, event)
+        self._apply(engine, engine.rows.apply(message.events))
 
     def _rebase(self, engine: _Engine) -> None:
         base = self._base_of(engine.key.node_id) if engine.key.node_id else None
@@ -334,15 +333,14 @@ class EngineDirectory:
             self._index.set_base(engine.holder, base)
             engine.base = base
 
-    def _apply(self, engine: _Engine, event: Event) -> None:
-        match event:
-            case BlocksStored(tier, keys):
-                applied = self._index.apply_stored(engine.holder, tier, keys)
-                engine.dropped += applied.dropped
-            case BlocksRemoved(tier, keys):
-                self._index.apply_removed(engine.holder, tier, keys)
-            case TierCleared(tier):
-                self._index.clear_tier(engine.holder, tier)
+    def _apply(self, engine: _Engine, changes: Iterable[Event]) -> None:
+        for change in changes:
+            match change:
+                case BlocksStored(tier, keys):
+                    applied = self._index.apply_stored(engine.holder, tier, keys)
+                    engine.dropped += applied.dropped
+                case BlocksRemoved(tier, keys):
+                    self._index.apply_removed(engine.holder, tier, keys)
 
 
 def _is_same_stream(old: EngineInfo, new: EngineInfo) -> bool:

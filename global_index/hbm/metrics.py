@@ -48,7 +48,7 @@ def engine_metrics(engines: Iterable[EngineView], refused: int) -> Iterator[Metr
     }
     for engine in engines:
         label = [str(engine.key)]
-        rows.add_metric(label, engine.rows)
+        rows.add_metric(label, engine.digest.blocks)
         current.add_metric(label, float(engine.state is StreamState.CURRENT))
         pending.add_metric(label, engine.pending_blocks)
         dropped.add_metric(label, engine.dropped)

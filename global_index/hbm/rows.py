@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from emberkv_proto.errors import InvalidRequestError
-from emberkv_proto.events import BlocksRemoved, BlocksStored, Event, TierCleared
+from emberkv_proto.events import BlocksRemoved, BlocksStored, Event
 from emberkv_proto.hashing import ExtraKey, block_hashes, chain_root, index_key
 from emberkv_proto.request_keys import adapter_key, media_key, salt_bytes
 from emberkv_proto.types import BlockHash, NamespaceId, Tier
@@ -108,10 +108,6 @@ class _Changes:
         self._switch(False)
         self._keys.append(key)
 
-    def cleared(self) -> None:
-        """Whatever came before does not matter any more."""
-        self.events, self._keys = [TierCleared(Tier.HBM)], []
-
     def finish(self) -> list[Event]:
         self._switch(not self._is_storing)
         return self.events
@@ -165,26 +161,22 @@ class EngineRows:
                     self._remove(event)
                 case EngineCleared():
                     self.counts.cleared += 1
-                    self.clear()
+                    self._clear()
         return self._changes.finish()
 
-    def clear(self) -> None:
-        """The engine's cache is empty, or it is a new engine."""
-        self._known.clear()
-        self._idle.clear()
-        self._ends_of.clear()
-        self._pending.clear()
-        self._pending_blocks = 0
-        for copies in self._copies.values():
-            copies.clear()
-        self._rows.clear()
-        self._changes.cleared()
+    def clear(self) -> list[Event]:
+        """The engine's cache is empty, or it is a new engine; return how rows change."""
+        self._changes = _Changes()
+        self._clear()
+        return self._changes.finish()
 
-    def lose(self) -> None:
+    def lose(self) -> list[Event]:
         """Messages were lost: what is resident is unknown, but what is known stays true."""
+        self._changes = _Changes()
         for copies in self._copies.values():
             copies.clear()
         self._vacate()
+        return self._changes.finish()
 
     def check_integrity(self) -> None:
         """Assert that rows are exactly our blocks whose engine blocks are all resident."""
@@ -259,6 +251,16 @@ class EngineRows:
             else:
                 self.counts.unmatched_removals += 1
 
+    def _clear(self) -> None:
+        self._drop_rows()
+        self._known.clear()
+        self._idle.clear()
+        self._ends_of.clear()
+        self._pending.clear()
+        self._pending_blocks = 0
+        for copies in self._copies.values():
+            copies.clear()
+
     def _has_our_size(self, event: EngineStored) -> bool:
         size = event.block_tokens
         if event.tokens.size not in (0, size * len(event.hashes)):
@@ -312,13 +314,17 @@ class EngineRows:
 
     def _vacate(self) -> None:
         """Nothing counts as resident any more."""
-        if self._rows:
-            self._rows.clear()
-            self._changes.cleared()
+        self._drop_rows()
         for block, link in self._known.items():
             link.missing = len(link.members)
             self._idle.setdefault(block, None)
         self._trim()
+
+    def _drop_rows(self) -> None:
+        """One by one: to clear a tier the whole index would be looked through."""
+        for key in self._rows:
+            self._changes.removed(key)
+        self._rows.clear()
 
     def _add_row(self, link: _Link) -> None:
         key = _key_of(link)

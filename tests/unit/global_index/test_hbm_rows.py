@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from client_sdk.engine.vllm_connector.chains import RequestChain
-from emberkv_proto.events import BlocksRemoved, BlocksStored, Event, TierCleared
+from emberkv_proto.events import BlocksRemoved, BlocksStored, Event
 from emberkv_proto.hashing import block_hashes, chain_root, index_key, lora_key
 from emberkv_proto.types import NamespaceId, Tier
 from global_index.hbm import rows as rows_module
@@ -81,8 +81,6 @@ class Table:
                 case BlocksRemoved(Tier.HBM, keys):
                     assert self.keys.issuperset(keys.tolist()), "removed when absent"
                     self.keys.difference_update(keys.tolist())
-                case TierCleared(Tier.HBM):
-                    self.keys.clear()
                 case other:
                     raise AssertionError(f"{other} is of no HBM row")
 
@@ -230,11 +228,9 @@ def test_adapters_count_when_their_weights_are_known(table: Table) -> None:
 
 def test_lost_messages_cost_no_descendants(engine: EngineRows, table: Table) -> None:
     tell(engine, table, stored([1, 2], PROMPT[:8]))
-    engine.apply(())
-    engine.lose()
+    table.take(engine.lose())
     engine.check_integrity()
-    assert engine.rows == 0
-    table.keys.clear()
+    assert (engine.rows, table.keys) == (0, set())
     tell(engine, table, stored([3], PROMPT[8:], parent=2))
     assert table.keys == {keys_of(PROMPT)[2]}
 
@@ -392,9 +388,8 @@ class EngineHistory(RuleBasedStateMachine):
 
     @rule()
     def lose(self) -> None:
-        self.engine.lose()
+        self.table.take(self.engine.lose())
         self.copies.clear()
-        self.table.keys.clear()
 
     def name(self, block: tuple[int, ...]) -> EngineHash:
         number = int("1" + "".join(map(str, block)), 2)

@@ -138,7 +138,7 @@ async def test_what_no_replay_has_empties_the_rows_but_not_the_chain(
         publisher.drop(removed(100))
         publisher.buffer.clear()
         await publisher.publish(blocks(3, 1))
-        await until(lambda: view(index).rows == 1)
+        await until(lambda: view(index).digest.blocks == 1)
         assert hbm(index) == 0
         await publisher.publish(blocks(0, 3))
         await until(lambda: hbm(index) == 4)
@@ -191,7 +191,7 @@ async def test_a_lost_connection_is_out_of_answers_and_comes_back_complete(
         await publisher.close()
         await until(lambda: not is_current(index))
         assert hbm(index) == 0
-        assert view(index).rows == 2, "kept for a while"
+        assert view(index).digest.blocks == 2, "kept for a while"
         publisher.drop(blocks(2, 2))
         publisher.open()
         await until(lambda: hbm(index) == 4)
@@ -204,7 +204,7 @@ async def test_an_engine_that_stays_away_loses_its_rows(publisher: EventPublishe
         await publisher.publish(blocks(0, 2))
         await until(lambda: hbm(index) == 2)
         await publisher.close()
-        await until(lambda: view(index).rows == 0)
+        await until(lambda: view(index).digest.blocks == 0)
         assert index.size().blocks == 0
         publisher.open()
         await until(lambda: hbm(index) == 2)
