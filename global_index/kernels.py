@@ -436,6 +436,8 @@ def remove(
     while i < keys.shape[0]:
         key = keys[i]
         i += 1
+        if key == _0:
+            continue
         # Most are neighbours: leaves first, or as they came.
         if place > 0 and entries[2 * place - 2] == key:
             place -= 1
@@ -448,18 +450,14 @@ def remove(
             place = place_of(word)
         value = entries[2 * place + 1]
         if value == alone:
-            if key != _0:
-                look_ahead(slots, entries, keys, i)
-                entries[2 * place + 1] = _0
-                free_entry(slots, entries, state, key, place)
-                changed += 1
-                xor ^= key
-            continue
-        if value == seen:
+            look_ahead(slots, entries, keys, i)
+            entries[2 * place + 1] = _0
+            free_entry(slots, entries, state, key, place)
+        elif value == seen:
             entries[2 * place + 1] = became
             if not again(uses, state, value, became):
                 seen = _0
-        elif key == _0 or tier_bits(rows, value, holder) & bit == _0:
+        elif tier_bits(rows, value, holder) & bit == _0:
             continue
         else:
             if state[FREE_ROW] < 0:

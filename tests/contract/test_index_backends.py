@@ -101,6 +101,14 @@ def test_key_zero_names_no_block(index: BlockIndex) -> None:
     assert index.holdings(IndexKey(0)) == ()
 
 
+def test_removing_key_zero_beside_other_keys_removes_none(index: BlockIndex) -> None:
+    index.apply_stored(A, Tier.DRAM, chain(1, 9))
+    index.apply_removed(A, Tier.DRAM, keys(4, 6))  # what stood there is free now
+    assert index.apply_removed(A, Tier.DRAM, keys(3, 0, 5, 0, 7, 0)) == Applied(3, 3, 0)
+    assert index.apply_stored(A, Tier.DRAM, keys(1, 0, 2, 0)) == Applied(0, 4, 0)
+    assert hits(index, chain(1, 9)) == {A: (2, 0, 2, 0)}
+
+
 def test_digests_follow_rows_through_all_ways_of_removal(index: BlockIndex) -> None:
     numbers = [int(n) for n in np.random.default_rng(7).integers(1, 2**63, 500)]
     index.apply_stored(A, Tier.DRAM, keys(*numbers))
