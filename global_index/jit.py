@@ -35,13 +35,8 @@ def compiled(function: F) -> F:
 
 
 def part(function: F) -> F:
-    """What only kernels call."""
+    """What only kernels call. It is compiled into each of them, mostly in line."""
     return cast(F, numba.njit(nogil=True)(function))
-
-
-def inlined(function: F) -> F:
-    """For what hot loops call: a call costs seven words for each array."""
-    return cast(F, numba.njit(nogil=True, inline="always")(function))
 
 
 def u64(number: int) -> Word:

@@ -31,7 +31,6 @@ from global_index.jit import (
     Word,
     compiled,
     fetch,
-    inlined,
     lowest_bit,
     part,
     u64,
@@ -50,12 +49,12 @@ _LOW_HALF = u64(0xFFFFFFFF)
 _MIX = u64(0x9E3779B97F4A7C15)
 
 
-@inlined
+@part
 def home(tag: Word, slots: Int) -> Int:
     return np.int64((tag * np.uint64(slots)) >> _32)
 
 
-@inlined
+@part
 def find(slots: U64, entries: U64, key: Word) -> Int:
     """Slot of `key`, or the empty slot where it would go."""
     tag = (key * _MIX) >> _32
@@ -75,12 +74,12 @@ def slot_of(slots: U64, entries: U64, key: Word) -> Int:
     return find(slots, entries, key)
 
 
-@inlined
+@part
 def place_of(word: Word) -> Int:
     return np.int64(word & _LOW_HALF) - 1
 
 
-@inlined
+@part
 def look_ahead(slots: U64, entries: U64, keys: U64, i: Int) -> None:
     """Fetch what keys[i + 8] and keys[i + 16] will need, so that misses overlap."""
     if i + 16 < keys.shape[0]:
@@ -90,7 +89,7 @@ def look_ahead(slots: U64, entries: U64, keys: U64, i: Int) -> None:
             fetch(entries, 2 * place_of(word))
 
 
-@inlined
+@part
 def take_entry(entries: U64, state: I64) -> Int:
     """A free entry: behind all others, or once a twelfth is free the next free one."""
     unused = state[TOP] - state[BLOCKS]
@@ -153,6 +152,13 @@ def rehash(old: U64, new: U64) -> None:
             put_slot(new, old[slot])
 
 
+@part
+def copy_row(rows: U64, row: Int, into: U64, copy: Int) -> None:
+    for tier in range(TIERS):
+        for column in range(rows.shape[2]):
+            into[copy, tier, column] = rows[row, tier, column]
+
+
 @compiled
 def pack(
     entries: U64, rows: U64, state: I64, slots: U64, packed: U64, packed_rows: U64, uses: I64
@@ -169,7 +175,7 @@ def pack(
         if value & _LOW_WORD == _0:
             was = row_of(value)
             if moved[was] == 0:
-                packed_rows[row, :, :] = rows[was, :, :]
+                copy_row(rows, was, packed_rows, row)
                 row += 1
                 moved[was] = row
             uses[moved[was] - 1] += 1
@@ -192,7 +198,7 @@ def list_free_rows(uses: I64, state: I64, first: Int) -> None:
         state[FREE_ROW] = row
 
 
-@inlined
+@part
 def row_of(value: Word) -> Int:
     return np.int64(value >> _16) - 1
 
@@ -277,7 +283,7 @@ def added(rows: U64, uses: I64, state: I64, value: Word, holder: Int, bit: Word)
         if uses[row] > 1:
             leave_row(uses, state, row)
             copy = take_row(uses, state)
-            rows[copy, :, :] = rows[row, :, :]
+            copy_row(rows, row, rows, copy)
             row = copy
     else:
         shift = _0
@@ -289,7 +295,9 @@ def added(rows: U64, uses: I64, state: I64, value: Word, holder: Int, bit: Word)
                 return value | (bit << shift)
             shift += _16
         row = take_row(uses, state)
-        rows[row, :, :] = _0
+        for tier in range(TIERS):
+            for column in range(rows.shape[2]):
+                rows[row, tier, column] = _0
         while value != _0:
             mark(rows, row, np.int64((value & _LOW_WORD) >> _3), value & _7, True)
             value >>= _16
@@ -311,7 +319,7 @@ def removed(rows: U64, uses: I64, state: I64, value: Word, holder: Int, bits: Wo
             if uses[row] > 1:
                 leave_row(uses, state, row)
                 copy = take_row(uses, state)
-                rows[copy, :, :] = rows[row, :, :]
+                copy_row(rows, row, rows, copy)
                 row = copy
             mark(rows, row, holder, bits, False)
             return np.uint64(row + 1) << _16
@@ -328,7 +336,7 @@ def removed(rows: U64, uses: I64, state: I64, value: Word, holder: Int, bits: Wo
     return (value & ((_1 << shift) - _1)) | ((rest >> _16) << shift)
 
 
-@inlined
+@part
 def again(uses: I64, state: I64, value: Word, became: Word) -> Flag:
     """Count rows when a block's holders change as another's did: `value` to `became`.
 

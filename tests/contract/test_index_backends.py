@@ -15,6 +15,9 @@ from global_index.index import MAX_HOLDERS, Applied, BlockIndex, Holder, Holding
 from global_index.memory_index import MemoryIndex
 from global_index.naive_index import NaiveIndex
 
+pytestmark = pytest.mark.timeout(300)
+"""The first run compiles the kernels."""
+
 Make = Callable[[int], BlockIndex]
 A, B, C = Holder(0), Holder(1), Holder(8191)
 
