@@ -374,6 +374,7 @@ class GlobalIndex:
             *self._directory.reported_engines(),
             *self.configured_engines(),
             *self.registry.engines(),
+            *(self.shared.engines() if self.shared is not None else ()),
         ]
         self._followers.follow(self._engines.sync(announced, self._clock()))
 

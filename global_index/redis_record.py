@@ -57,6 +57,7 @@ def record_to_json(record: NodeRecord) -> str:
                 [
                     *(e.engine_id, e.url, e.model, e.namespace_id.hex()),
                     *(e.block_tokens, e.role, e.dp_rank),
+                    *(e.events_endpoint, e.replay_endpoint, e.engine_block_tokens),
                 ]
                 for e in view.engines
             ],
@@ -118,7 +119,16 @@ def _digest(tier: Any, blocks: Any, xor: Any, capacity: Any, used: Any) -> TierD
 
 
 def _engine(
-    engine_id: Any, url: Any, model: Any, namespace: Any, block_tokens: Any, role: Any, rank: Any
+    engine_id: Any,
+    url: Any,
+    model: Any,
+    namespace: Any,
+    block_tokens: Any,
+    role: Any,
+    rank: Any,
+    events: Any,
+    replay: Any,
+    engine_block_tokens: Any,
 ) -> EngineInfo:
     return EngineInfo(
         _text(engine_id),
@@ -128,6 +138,9 @@ def _engine(
         _count(block_tokens),
         _text(role),
         _count(rank),
+        _text(events),
+        _text(replay),
+        _count(engine_block_tokens),
     )
 
 

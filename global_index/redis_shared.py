@@ -20,7 +20,7 @@ from typing import Protocol
 from client_sdk import aio
 from emberkv_proto.errors import UnavailableError
 from emberkv_proto.events import Keys
-from emberkv_proto.types import ChainHits, NodeId
+from emberkv_proto.types import ChainHits, EngineInfo, NodeId
 from global_index.index import Holder
 from global_index.membership import Liveness
 from global_index.redis_index import Token
@@ -170,7 +170,8 @@ class SharedIndex:
     async def answer(self, keys: Keys, own: ChainHits) -> ChainHits:
         """`own` hits of the nodes followed here, those of Redis for the others, longest first.
 
-        Engines' own hits are those of engines followed here.
+        Every process hears the events of all engines; what the node of one has is not in its own
+        hit where another process follows that node.
         """
         theirs = await self.reader.query(keys)
         if theirs is None:
@@ -195,6 +196,15 @@ class SharedIndex:
             lag = max(0.0, wall - record.written_unix_seconds)
             views.append(replace(record.view, liveness=liveness, lag_seconds=lag))
         return views
+
+    def engines(self) -> list[tuple[NodeId, EngineInfo]]:
+        """Engines on the nodes that other processes follow; their own events go to all."""
+        return [
+            (record.view.node_id, engine)
+            for record in self.reader.records()
+            if record.view.node_id not in self._own
+            for engine in record.view.engines
+        ]
 
     def state(self) -> ShareState:
         return ShareState(

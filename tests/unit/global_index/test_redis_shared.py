@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import redis.asyncio
 
 from client_sdk import aio
 from emberkv_proto.errors import UnavailableError
+from emberkv_proto.hashing import block_hashes, index_keys
 from emberkv_proto.types import EngineInfo, NamespaceId, NodeHit, NodeId, Tier
 from global_index.config import IndexSection
 from global_index.embedded import GlobalIndex
@@ -22,6 +24,7 @@ from global_index.membership import Liveness
 from global_index.redis_index import RedisIndex, Token
 from global_index.redis_registry import parse_registry
 from global_index.redis_schema import RedisSchema
+from tests.helpers.event_publisher import EventPublisher, stored
 from tests.helpers.model_daemon import ModelDaemon, ModelServer, as_keys
 from tests.helpers.redis_server import RedisServer, redis_server
 
@@ -345,3 +348,27 @@ async def test_random_events_and_failures_end_with_redis_equal_to_the_daemons(
                     server.go_on()
         await until(lambda: redis_equals(server, nodes))
         await all_answer([first, second], nodes)
+
+
+async def test_every_process_hears_the_engines_of_all_nodes(server: RedisServer) -> None:
+    async with daemons(2) as nodes, EventPublisher() as one, EventPublisher() as two:
+        for node, publisher in zip(nodes, (one, two), strict=True):
+            info = replace(
+                ENGINE,
+                block_tokens=4,
+                events_endpoint=publisher.events_endpoint,
+                replay_endpoint=publisher.replay_endpoint,
+            )
+            node.daemon.engines = (info,)
+            publisher.drop(stored([7], range(4)))
+        keys = index_keys(block_hashes(ENGINE.namespace_id, range(4), 4))
+        async with sharing(server, nodes, "a") as first, sharing(server, nodes, "b") as second:
+            for index in (first, second):
+                assert index.shared is not None
+                await until(lambda index=index: asyncio.sleep(0, index.shared.state().leases == 1))
+
+                async def both_are_heard(index: GlobalIndex = index) -> bool:
+                    hits = (await index.answer(keys)).engines
+                    return {(hit.node_id, hit.hbm_blocks) for hit in hits} == {("n0", 1), ("n1", 1)}
+
+                await until(both_are_heard)
