@@ -1,14 +1,16 @@
 """Runs a pod's containers on this machine, as far as Linux goes without a kubelet.
 
 What a manifest says of command, arguments, environment, user, groups, capabilities, read-only root
-and mounts is done: each container gets a mount namespace and a root of its own, with this
-machine's /usr, this checkout at /src and this virtual environment at /opt/emberkv as its image.
+and mounts is done: each container gets a mount namespace and a root of its own. Its image is this
+machine's /usr, this checkout at /src and this virtual environment at /opt/emberkv; or, where
+EMBERKV_IMAGE_ROOT names the unpacked one of `make image`, that, with the checkout for engines only.
 Not done: seccomp, cgroups, a network of its own (all containers share the host's, with DNS names
 in /etc/hosts), user namespaces.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -25,11 +27,12 @@ from tests.helpers.manifests import ROOT, Manifest, find
 
 _ENTER = """
 set -eu
-root=$1; shift
+root=$1 image=$2; shift 2
 mount -t tmpfs -o mode=755,size=4m none "$root"
-for part in bin sbin lib lib32 lib64 usr; do
-  if [ -L "/$part" ]; then cp -P "/$part" "$root/$part"
-  elif [ -d "/$part" ]; then mkdir "$root/$part"; mount --rbind -o ro "/$part" "$root/$part"; fi
+for part in bin sbin lib lib32 lib64 usr ${image:+opt}; do
+  if [ -L "$image/$part" ]; then cp -P "$image/$part" "$root/$part"
+  elif [ -d "$image/$part" ]; then mkdir "$root/$part"; mount --rbind "$image/$part" "$root/$part"
+    mount -o remount,bind,ro "$root/$part"; fi
 done
 while [ "$1" != -- ]; do
   source=$1 target=$root$2 mode=$3; shift 3
@@ -42,6 +45,7 @@ shift
 mount -o "remount,${ROOT_MODE},size=4m" "$root"
 exec chroot "$root" "$@"
 """
+IMAGE = os.environ.get("EMBERKV_IMAGE_ROOT", "")
 _VARIABLE = re.compile(r"\$\(([A-Za-z_][A-Za-z0-9_]*)\)")
 
 
@@ -137,11 +141,10 @@ class Pod:
     def start(self, name: str, command: Sequence[str] = ()) -> Running:
         """Start a container; `command` takes the place of its own."""
         container = self.container(name)
-        environment = {
-            "PATH": "/opt/emberkv/bin:/usr/bin:/bin",
-            "PYTHONPATH": "/src:/src/proto",
-            **self._environment(container),
-        }
+        environment = {"PATH": "/opt/emberkv/bin:/usr/local/bin:/usr/bin:/bin"}
+        if not self._is_from_image(container):
+            environment["PYTHONPATH"] = "/src:/src/proto"
+        environment |= self._environment(container)
         root = self.directory / f"root-{name}-{time.monotonic_ns()}"
         root.mkdir()
         security = container.get("securityContext", {})
@@ -155,6 +158,7 @@ class Pod:
             _ENTER,
             "enter",
             str(root),
+            IMAGE,
             *self._mounts(container),
             "--",
             *self._identity(security),
@@ -231,15 +235,20 @@ class Pod:
             (Path("/dev"), "/dev", "rw"),
             (self.directory / "hosts", "/etc/hosts", "ro"),
             (Path("/etc/nsswitch.conf"), "/etc/nsswitch.conf", "ro"),
-            (ROOT, "/src", "ro"),
-            (Path(sys.prefix), "/opt/emberkv", "ro"),
         ]
-        if not sys.base_prefix.startswith("/usr"):
-            triples.append((Path(sys.base_prefix), sys.base_prefix, "ro"))
+        if not self._is_from_image(container):
+            triples.append((ROOT, "/src", "ro"))
+        if not IMAGE:
+            triples.append((Path(sys.prefix), "/opt/emberkv", "ro"))
+            if not sys.base_prefix.startswith("/usr"):
+                triples.append((Path(sys.base_prefix), sys.base_prefix, "ro"))
         for mount in container.get("volumeMounts", ()):
             mode = "ro" if mount.get("readOnly") else "rw"
             triples.append((self.volumes[mount["name"]], mount["mountPath"], mode))
         return [word for source, target, mode in triples for word in (str(source), target, mode)]
+
+    def _is_from_image(self, container: Manifest) -> bool:
+        return bool(IMAGE) and container["name"] != "vllm"
 
     def _identity(self, own: Manifest) -> list[str]:
         pod = self.spec.get("securityContext", {})
