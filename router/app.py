@@ -26,6 +26,7 @@ from router.proxy import Proxy, ProxyLimits
 from router.routes import Routes
 from router.scoring import Speeds
 from router.server_connection import ServerLimits
+from router.speeds import LearningLimits, SpeedBook
 from router.tokenize import TokenCache, Tokenizer
 from router.upstream_pool import UpstreamLimits, UpstreamPool
 from router.view import IndexView
@@ -43,13 +44,15 @@ class Router:
         self._cfg = cfg
         self._index = index
         self._loop = loop
-        speeds = _speeds(cfg)
+        self.speeds = SpeedBook(
+            _speeds(cfg), LearningLimits(max_age_seconds=cfg.learned_seconds), loop.time
+        )
         self.engines = EngineTable(
             BreakerLimits(cfg.breaker_failures, cfg.breaker_open_seconds), cfg.forget_seconds
         )
         self.ledger = LoadLedger(loop.time)
         self.metrics = RouterMetrics()
-        self.metrics.watch(self.engines, self.ledger, speeds)
+        self.metrics.watch(self.engines, self.ledger, self.speeds)
         self.predicted = PredictedChains(cfg.predicted_seconds)
         self.pool = UpstreamPool(
             UpstreamLimits(
@@ -72,8 +75,8 @@ class Router:
             index,
             self.predicted,
             Tokenizer(EngineClient(self.pool), self.tokens, cfg.tokenize_seconds),
-            make_policy(cfg.policy, speeds, preferences),
-            speeds,
+            make_policy(cfg.policy, preferences),
+            self.speeds,
             self.metrics,
             EngineLimits(cfg.max_inflight_per_engine, cfg.max_queued_tokens_per_engine),
             rng=rng,
@@ -86,11 +89,12 @@ class Router:
             chooser,
             self.admission,
             self.ledger,
+            self.speeds,
             self.pool,
             self.metrics,
             ProxyLimits(cfg.retries, cfg.retry_after_seconds),
         )
-        routes = Routes(proxy, chooser, self.engines, self.ledger, self.metrics)
+        routes = Routes(proxy, chooser, self.engines, self.ledger, self.speeds, self.metrics)
         limits = ServerLimits(cfg.max_body_bytes, cfg.max_header_bytes, cfg.client_idle_seconds)
         self.server = HttpServer(routes.handle, limits)
         self.prober = Prober(
@@ -133,6 +137,7 @@ class Router:
             self.engines,
             self.ledger,
             self.admission,
+            self.speeds,
             self.predicted,
             self.pool,
             self.tokens,
@@ -144,6 +149,7 @@ class Router:
         configured = self._index.configured_engines()
         self.engines.sync(self._index.nodes(), self._loop.time(), configured)
         self.predicted.expire(self._loop.time())
+        self.speeds.refresh()
         self.admission.notice()  # an engine that came or recovered has room
 
     def _engine_removed(self, engine: Engine) -> None:
@@ -151,6 +157,7 @@ class Router:
         self.pool.close_idle(engine.url)
         self.predicted.forget(engine.url)
         self.ledger.forget(engine.url)
+        self.speeds.forget(engine.url)
 
     async def _every(self, seconds: float, action: Callable[[], None]) -> None:
         while True:
@@ -178,4 +185,5 @@ def _speeds(cfg: RouterSection) -> Speeds:
         peer_tokens_per_second=cfg.peer_tokens_per_second,
         peer_setup_seconds=cfg.peer_setup_seconds,
         decode_request_seconds=cfg.decode_request_seconds,
+        prefill_quadratic_seconds=cfg.prefill_quadratic_seconds,
     )

@@ -21,6 +21,7 @@ class Candidate:
     url: str
     load: Load
     holding: Holding
+    speeds: Speeds
 
 
 class Policy(Protocol):
@@ -47,27 +48,23 @@ class Preferences:
     tie_fraction: float
 
 
-def short_list(
-    candidates: Sequence[Candidate], speeds: Speeds, preferences: Preferences
-) -> list[Candidate]:
+def short_list(candidates: Sequence[Candidate], preferences: Preferences) -> list[Candidate]:
     """Return those whose own hit is near the best, and the least loaded ones."""
     best = max(candidate.holding.node_tokens for candidate in candidates)
     wanted = max(1.0, best * preferences.near_best_fraction)
-    by_load = sorted(
-        candidates, key=lambda candidate: _load_order(candidate, speeds)
-    )  # stable, so equal loads keep the caller's order
+    by_load = sorted(candidates, key=_queue)  # stable, so equal loads keep the caller's order
     room = preferences.least_loaded_candidates
     # All engines as idle as the last one taken come too, or ties would always go to the first.
-    limit = _load_order(by_load[min(room, len(by_load)) - 1], speeds)
+    limit = _queue(by_load[min(room, len(by_load)) - 1])
     return [
         candidate
         for candidate in candidates
-        if candidate.holding.node_tokens >= wanted or _load_order(candidate, speeds) <= limit
+        if candidate.holding.node_tokens >= wanted or _queue(candidate) <= limit
     ]
 
 
-def _load_order(candidate: Candidate, speeds: Speeds) -> float:
-    return queue_seconds(candidate.load, speeds)
+def _queue(candidate: Candidate) -> float:
+    return queue_seconds(candidate.load, candidate.speeds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,14 +75,13 @@ class CostPolicy:
     for a sibling's prefill takes as long as repeating it elsewhere, but costs nobody anything.
     """
 
-    speeds: Speeds
     preferences: Preferences
 
     def pick(
         self, prompt_tokens: int, candidates: Sequence[Candidate], rng: random.Random
     ) -> Candidate:
-        listed = short_list(candidates, self.speeds, self.preferences)
-        terms = [estimate(prompt_tokens, item.holding, item.load, self.speeds) for item in listed]
+        listed = short_list(candidates, self.preferences)
+        terms = [estimate_of(item, prompt_tokens) for item in listed]
         best = min(term.total_seconds for term in terms)
         limit = best + max(self.preferences.tie_seconds, best * self.preferences.tie_fraction)
         equal = [
@@ -100,16 +96,13 @@ class CostPolicy:
         """The ledger knows; nothing is kept here."""
 
 
-@dataclass(frozen=True, slots=True)
 class LeastLoadPolicy:
     """Shortest queue, whatever is cached where."""
-
-    speeds: Speeds
 
     def pick(
         self, prompt_tokens: int, candidates: Sequence[Candidate], rng: random.Random
     ) -> Candidate:
-        queues = [queue_seconds(item.load, self.speeds) for item in candidates]
+        queues = [_queue(item) for item in candidates]
         shortest = min(queues)
         return _fewest_active(
             [item for item, queue in zip(candidates, queues, strict=True) if queue <= shortest], rng
@@ -136,19 +129,19 @@ class RoundRobinPolicy:
         self._last_url = url
 
 
-def make_policy(name: str, speeds: Speeds, preferences: Preferences) -> Policy:
+def make_policy(name: str, preferences: Preferences) -> Policy:
     """Return the policy called `name` in the settings."""
     policies: Mapping[str, Policy] = {
-        "cost": CostPolicy(speeds, preferences),
-        "least_load": LeastLoadPolicy(speeds),
+        "cost": CostPolicy(preferences),
+        "least_load": LeastLoadPolicy(),
         "round_robin": RoundRobinPolicy(),
     }
     return policies[name]
 
 
-def estimate_of(candidate: Candidate, prompt_tokens: int, speeds: Speeds) -> Estimate:
+def estimate_of(candidate: Candidate, prompt_tokens: int) -> Estimate:
     """Return the terms of one candidate, for the ledger, the metrics and /route/explain."""
-    return estimate(prompt_tokens, candidate.holding, candidate.load, speeds)
+    return estimate(prompt_tokens, candidate.holding, candidate.load, candidate.speeds)
 
 
 def _fewest_active(tied: Sequence[Candidate], rng: random.Random) -> Candidate:

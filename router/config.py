@@ -51,7 +51,9 @@ class RouterSection(Section):
     policy: Literal["cost", "least_load", "round_robin"] = "cost"
 
     prefill_tokens_per_second: Speed = 5000.0
-    """First guess of an engine's prefill speed."""
+    """First guess of an engine's prefill speed. It and the next four are learned from answers."""
+    prefill_quadratic_seconds: Annotated[float, Field(ge=0, le=1e-5)] = 0.0
+    """What each computed token costs besides, per token of context before it."""
     dram_tokens_per_second: Speed = 200_000.0
     """Tokens' KV that go from the node's pool into the engine."""
     ssd_tokens_per_second: Speed = 40_000.0
@@ -60,6 +62,8 @@ class RouterSection(Section):
     """Once for each pull from another node."""
     decode_request_seconds: Annotated[float, Field(ge=0)] = 0.02
     """What each active request adds to an engine's queue."""
+    learned_seconds: Seconds = 600.0
+    """How long a measured speed counts; an engine without newer ones is taken for the median."""
     near_best_fraction: Annotated[float, Field(gt=0, le=1)] = 0.8
     """An engine is a candidate when it holds this part of the best hit."""
     least_loaded_candidates: Annotated[int, Field(ge=1)] = 2

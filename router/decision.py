@@ -26,11 +26,11 @@ from router.scoring import (
     NOTHING,
     Estimate,
     Holding,
-    Speeds,
     holding_from,
     own_hit,
     queue_seconds,
 )
+from router.speeds import SpeedBook
 from router.tokenize import NoTokens, TokenIds, Tokenizer
 from router.view import IndexView
 
@@ -139,7 +139,7 @@ class Chooser:
         predicted: PredictedChains,
         tokenizer: Tokenizer,
         policy: Policy,
-        speeds: Speeds,
+        speeds: SpeedBook,
         metrics: RouterMetrics,
         limits: EngineLimits,
         *,
@@ -202,7 +202,7 @@ class Chooser:
         kind = _kind(engine)
         chain = plan.chains.get(kind) if kind else None
         return Decision(
-            Scored(engine, picked, estimate_of(picked, plan.prompt_tokens, self._speeds)),
+            Scored(engine, picked, estimate_of(picked, plan.prompt_tokens)),
             chain.keys if chain else (),
             chain.engines.get(engine.url) if chain else None,
             picked.holding.node_tokens < most,
@@ -225,8 +225,11 @@ class Chooser:
         pace = sum(self._ledger.releases_per_second(engine.url) for engine in engines)
         if pace > 0:
             return place / pace
-        loads = (self._ledger.load(engine.url) for engine in engines)
-        return min((queue_seconds(load, self._speeds) for load in loads), default=0.0)
+        queues = (
+            queue_seconds(self._ledger.load(engine.url), self._speeds.of(engine.url))
+            for engine in engines
+        )
+        return min(queues, default=0.0)
 
     def note_routed(self, decision: Decision) -> None:
         """The decision is being carried out: its chain will be in that engine's HBM."""
@@ -242,7 +245,7 @@ class Chooser:
         found = []
         for engine in self._serving(plan.model):
             candidate = self._candidate(engine, plan)
-            terms = estimate_of(candidate, plan.prompt_tokens, self._speeds)
+            terms = estimate_of(candidate, plan.prompt_tokens)
             found.append(Scored(engine, candidate, terms))
         return found
 
@@ -282,7 +285,12 @@ class Chooser:
         )
 
     def _candidate(self, engine: Engine, plan: Plan) -> Candidate:
-        return Candidate(engine.url, self._ledger.load(engine.url), self._holding(engine, plan))
+        return Candidate(
+            engine.url,
+            self._ledger.load(engine.url),
+            self._holding(engine, plan),
+            self._speeds.of(engine.url),
+        )
 
     def _holding(self, engine: Engine, plan: Plan) -> Holding:
         kind = _kind(engine)

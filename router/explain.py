@@ -8,9 +8,16 @@ from typing import Any
 from router.decision import Decision, Plan, Scored
 from router.engines import Engine
 from router.load import LoadLedger
+from router.speeds import SampleCounts, SpeedBook
 
 
-def explain(plan: Plan, decision: Decision | None, problem: str, scored: list[Scored]) -> Any:
+def explain(
+    plan: Plan,
+    decision: Decision | None,
+    problem: str,
+    scored: list[Scored],
+    speeds: SpeedBook,
+) -> Any:
     """One object per healthy engine, terms of t(i) in seconds. `problem`: why none is chosen."""
     return {
         "model": plan.model,
@@ -30,11 +37,11 @@ def explain(plan: Plan, decision: Decision | None, problem: str, scored: list[Sc
             }
             for kind, chain in plan.chains.items()
         ],
-        "engines": [_terms(item) for item in scored],
+        "engines": [_terms(item, speeds.counts(item.engine.url)) for item in scored],
     }
 
 
-def _terms(item: Scored) -> dict[str, Any]:
+def _terms(item: Scored, samples: SampleCounts) -> dict[str, Any]:
     terms = item.estimate
     return {
         "engine": item.engine.name,
@@ -48,6 +55,7 @@ def _terms(item: Scored) -> dict[str, Any]:
         "holding": asdict(item.candidate.holding),
         "used": asdict(terms.used),
         "load": asdict(item.candidate.load),
+        "speeds": {**asdict(item.candidate.speeds), "samples": asdict(samples)},
     }
 
 

@@ -21,22 +21,30 @@ NEWEST_SHARE = 0.1
 class Charge:
     """One request's share of an engine's load. Made by `LoadLedger.charge`."""
 
-    __slots__ = ("_began", "_entry", "_ledger", "_queued_tokens", "_url")
+    __slots__ = ("_began", "_entry", "_ledger", "_queued_pairs", "_queued_tokens", "_url")
 
     def __init__(
-        self, ledger: LoadLedger, url: str, entry: _Entry, queued_tokens: int, began: float
+        self,
+        ledger: LoadLedger,
+        url: str,
+        entry: _Entry,
+        queued_tokens: int,
+        queued_pairs: int,
+        began: float,
     ) -> None:
         self._ledger = ledger
         self._url = url
         self._entry: _Entry | None = entry
         self._queued_tokens = queued_tokens
+        self._queued_pairs = queued_pairs
         self._began = began
 
     def prefilled(self) -> None:
         """The engine has begun to answer: its prefill of this request is over. May be repeated."""
         if self._entry is not None and self._queued_tokens:
             self._entry.queued_tokens -= self._queued_tokens
-            self._queued_tokens = 0
+            self._entry.queued_pairs -= self._queued_pairs
+            self._queued_tokens = self._queued_pairs = 0
             self._ledger.freed()
 
     def finished(self) -> None:
@@ -72,13 +80,18 @@ class Charge:
     def queued_tokens(self) -> int:
         return self._queued_tokens
 
+    @property
+    def queued_pairs(self) -> int:
+        return self._queued_pairs
+
 
 class _Entry:
-    __slots__ = ("charges", "queued_tokens")
+    __slots__ = ("charges", "queued_pairs", "queued_tokens")
 
     def __init__(self) -> None:
         self.charges: set[Charge] = set()
         self.queued_tokens = 0
+        self.queued_pairs = 0
 
 
 class LoadLedger:
@@ -92,19 +105,21 @@ class LoadLedger:
         self.on_freed: Callable[[], None] | None = None
         """Told when a request ended or its prefill was over."""
 
-    def charge(self, url: str, prefill_tokens: int) -> Charge:
+    def charge(self, url: str, prefill_tokens: int, attention_pairs: int = 0) -> Charge:
         """Add a request that will compute `prefill_tokens` on the engine at `url`."""
         entry = self._entries.setdefault(url, _Entry())
-        charge = Charge(self, url, entry, max(0, prefill_tokens), self._clock())
+        tokens, pairs = max(0, prefill_tokens), max(0, attention_pairs)
+        charge = Charge(self, url, entry, tokens, pairs, self._clock())
         entry.charges.add(charge)
-        entry.queued_tokens += charge.queued_tokens
+        entry.queued_tokens += tokens
+        entry.queued_pairs += pairs
         return charge
 
     def load(self, url: str) -> Load:
         entry = self._entries.get(url)
         if entry is None:
             return Load()
-        return Load(len(entry.charges), entry.queued_tokens)
+        return Load(len(entry.charges), entry.queued_tokens, entry.queued_pairs)
 
     def active_requests(self, url: str) -> int:
         entry = self._entries.get(url)
@@ -146,4 +161,6 @@ class LoadLedger:
             assert entry.charges, f"{url} is listed without a request"
             queued = sum(charge.queued_tokens for charge in entry.charges)
             assert entry.queued_tokens == queued, f"{url}: {entry.queued_tokens} != {queued}"
+            pairs = sum(charge.queued_pairs for charge in entry.charges)
+            assert entry.queued_pairs == pairs, f"{url}: {entry.queued_pairs} != {pairs}"
         assert all(mean >= SHORTEST_SECONDS for mean in self._mean_seconds.values())

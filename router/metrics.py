@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from router.engines import EngineTable
 from router.load import LoadLedger
-from router.scoring import Speeds, queue_seconds
+from router.scoring import queue_seconds
+from router.speeds import SpeedBook
 from router.waiting import Priority
 
 PREFIX = "emberkv_router_"
@@ -71,7 +72,7 @@ class RouterMetrics:
         self.index_errors = counter("index_errors", "Index queries that failed")
         self.models_unread = counter("models_unread", "Engines whose /v1/models could not be read")
 
-    def watch(self, engines: EngineTable, ledger: LoadLedger, speeds: Speeds) -> None:
+    def watch(self, engines: EngineTable, ledger: LoadLedger, speeds: SpeedBook) -> None:
         """Show the state of these at each scrape."""
         self.registry.register(_LoadCollector(engines, ledger, speeds))
 
@@ -96,7 +97,7 @@ class RouterMetrics:
 
 
 class _LoadCollector(Collector):
-    def __init__(self, engines: EngineTable, ledger: LoadLedger, speeds: Speeds) -> None:
+    def __init__(self, engines: EngineTable, ledger: LoadLedger, speeds: SpeedBook) -> None:
         self._engines = engines
         self._ledger = ledger
         self._speeds = speeds
@@ -111,11 +112,53 @@ class _LoadCollector(Collector):
         healthy = GaugeMetricFamily(
             PREFIX + "engine_healthy", "1 when the engine may get requests", labels=["engine"]
         )
+        prefill = GaugeMetricFamily(
+            PREFIX + "prefill_tokens_per_second",
+            "Speed that choices count with: learned, or the first guess",
+            labels=["engine"],
+        )
+        quadratic = GaugeMetricFamily(
+            PREFIX + "prefill_quadratic_seconds",
+            "Seconds per computed token and token of its context",
+            labels=["engine"],
+        )
+        fetch = GaugeMetricFamily(
+            PREFIX + "fetch_tokens_per_second",
+            "Speed of bringing tokens' KV from a tier into the engine",
+            labels=["engine", "tier"],
+        )
+        samples = GaugeMetricFamily(
+            PREFIX + "speed_samples",
+            "Measurements kept of an engine's speeds",
+            labels=["engine", "kind"],
+        )
+        measured = CounterMetricFamily(
+            PREFIX + "measured_stretches", "Measurements, by what became of them", labels=["why"]
+        )
+        for why, count in (
+            ("taken", self._speeds.taken),
+            ("absurd", self._speeds.absurd),
+            ("unclear", self._speeds.unclear),
+        ):
+            measured.add_metric([why], count)
         for engine in self._engines:
             load = self._ledger.load(engine.url)
+            speeds = self._speeds.of(engine.url)
+            counts = self._speeds.counts(engine.url)
+            prefill.add_metric([engine.name], speeds.prefill_tokens_per_second)
+            quadratic.add_metric([engine.name], speeds.prefill_quadratic_seconds)
+            samples.add_metric([engine.name, "prefill"], counts.prefill)
+            for tier, speed, count in (
+                ("dram", speeds.dram_tokens_per_second, counts.dram),
+                ("ssd", speeds.ssd_tokens_per_second, counts.ssd),
+                ("peer", speeds.peer_tokens_per_second, counts.peer),
+            ):
+                fetch.add_metric([engine.name, tier], speed)
+                samples.add_metric([engine.name, tier], count)
             inflight.add_metric([engine.name], load.active_requests)
-            queue.add_metric([engine.name], queue_seconds(load, self._speeds))
+            queue.add_metric([engine.name], queue_seconds(load, speeds))
             healthy.add_metric([engine.name], float(engine.health.is_healthy))
         yield inflight
         yield queue
         yield healthy
+        yield from (prefill, quadratic, fetch, samples, measured)

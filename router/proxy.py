@@ -13,6 +13,7 @@ from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import Any
 
+from router import usage
 from router.admission import Admission
 from router.chunked import UntilCloseBody
 from router.decision import (
@@ -29,7 +30,10 @@ from router.http_message import Request, Response, error_response
 from router.load import Charge, LoadLedger
 from router.metrics import RouterMetrics
 from router.relay import Relay
+from router.scoring import attention_pairs
 from router.server_connection import ServerConnection
+from router.speeds import SpeedBook
+from router.stretches import Watched, Worked
 from router.upstream_head import (
     DiedError,
     GarbledError,
@@ -41,6 +45,8 @@ from router.upstream_pool import Exchange, UpstreamPool
 from router.waiting import BadPriorityError, read_priority
 
 RETRIED_STATUSES = frozenset({502, 503, 504})
+MOST_UNEXPLAINED_TOKENS = 64
+"""How far a hit may be from the predicted one to be taken for it: engines count in whole blocks."""
 PRIORITY_HEADER = b"x-emberkv-priority"
 
 
@@ -84,6 +90,30 @@ class _Attempt:
         return self.decision.chosen.engine
 
 
+def work_until_first_byte(
+    decision: Decision, delivered: usage.Delivered | None, is_stream: bool
+) -> Worked | None:
+    """What an engine did before its first byte, by its own word; None where that is not known.
+
+    A whole answer's first byte comes after its last token, so only one of one token tells. Where
+    tokens came from is the engine's word, or else what was predicted if as many were cached.
+    """
+    if delivered is None or not delivered.prompt_tokens:
+        return None
+    if not is_stream and delivered.completion_tokens != 1:
+        return None
+    cached = min(delivered.cached_tokens, delivered.prompt_tokens)
+    computed = delivered.prompt_tokens - cached
+    pairs = attention_pairs(computed, delivered.prompt_tokens)
+    if delivered.by_source or not cached:
+        source = delivered.by_source.get
+        return Worked(computed, pairs, source("dram", 0), source("ssd", 0), source("peer", 0))
+    used = decision.chosen.estimate.used
+    if abs(decision.predicted_hit_tokens - cached) > MOST_UNEXPLAINED_TOKENS:
+        return None
+    return Worked(computed, pairs, used.dram_tokens, used.ssd_tokens, used.peer_tokens)
+
+
 class Proxy:
     """The hot path. On the event loop; one call per request."""
 
@@ -92,6 +122,7 @@ class Proxy:
         chooser: Chooser,
         admission: Admission,
         ledger: LoadLedger,
+        speeds: SpeedBook,
         pool: UpstreamPool,
         metrics: RouterMetrics,
         limits: ProxyLimits,
@@ -99,6 +130,7 @@ class Proxy:
         self._chooser = chooser
         self._admission = admission
         self._ledger = ledger
+        self._speeds = speeds
         self._pool = pool
         self._metrics = metrics
         self._retries = limits.retries
@@ -183,7 +215,11 @@ class Proxy:
         """Return None when the client was answered, else what to tell it if no other engine can."""
         engine = attempt.engine
         uncached = attempt.decision.chosen.estimate.uncached_tokens
-        with self._ledger.charge(engine.url, uncached) as charge:
+        pairs = attention_pairs(uncached, attempt.plan.prompt_tokens)
+        with (
+            self._ledger.charge(engine.url, uncached, pairs) as charge,
+            self._speeds.watch(engine.url) as watched,
+        ):
             self._chooser.note_routed(attempt.decision)
             try:
                 exchange = await self._pool.begin(
@@ -208,10 +244,12 @@ class Proxy:
                     return error_response(status, f"engine {engine.name} answered {status}")
             else:
                 engine.health.request_succeeded()
-            await self._relay(attempt, exchange, charge)
+            await self._relay(attempt, exchange, charge, watched)
             return None
 
-    async def _relay(self, attempt: _Attempt, exchange: Exchange, charge: Charge) -> None:
+    async def _relay(
+        self, attempt: _Attempt, exchange: Exchange, charge: Charge, watched: Watched
+    ) -> None:
         head, client = exchange.head, attempt.client
         is_http_11 = attempt.request.http_version == "1.1"
         body = head.body() if is_http_11 else head.payload_body()
@@ -226,7 +264,12 @@ class Proxy:
         write = client.start(
             client_head(head, added, framing=framing, keep_alive=keep_alive), keep_alive
         )
-        relay = Relay(head, body, write, charge)
+
+        def begun() -> None:
+            charge.prefilled()
+            watched.answered()
+
+        relay = Relay(head, body, write, begun)
         client.attach(exchange.connection)
         self._metrics.requests.labels(attempt.engine.name, head.status).inc()
         try:
@@ -242,9 +285,13 @@ class Proxy:
             client.detach()
         charge.finished()
         if head.status == 200:
-            self._count_hits(attempt.decision, relay)
+            delivered = relay.delivered()
+            self._count_hits(attempt.decision, delivered)
+            worked = work_until_first_byte(attempt.decision, delivered, relay.is_stream)
+            if worked is not None:
+                watched.told(worked)
 
-    def _count_hits(self, decision: Decision, relay: Relay) -> None:
+    def _count_hits(self, decision: Decision, delivered: usage.Delivered | None) -> None:
         used = decision.chosen.estimate.used
         for source, tokens in (
             ("hbm", used.hbm_tokens),
@@ -255,7 +302,6 @@ class Proxy:
             if tokens:
                 self._metrics.predicted_tokens.labels(source).inc(tokens)
         self._metrics.told_hbm_tokens.inc(decision.told_hbm_tokens)
-        delivered = relay.delivered()
         if delivered is not None:
             self._metrics.compared_tokens.inc(decision.predicted_hit_tokens)
             self._metrics.delivered_tokens.labels("all").inc(delivered.cached_tokens)

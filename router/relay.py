@@ -12,7 +12,6 @@ from collections.abc import Callable
 from router import usage
 from router.chunked import Body, ChunkedBody, Dechunked, UntilCloseBody
 from router.http_message import error_body
-from router.load import Charge
 from router.upstream_head import ResponseHead
 
 KEPT_STREAM_PIECES = 3
@@ -20,15 +19,19 @@ MAX_COMPLETION_BYTES = 64 * 1024
 
 
 class Relay:
-    """Sink of one response body."""
+    """Sink of one response body. `begun` is called once, with its first bytes."""
 
     def __init__(
-        self, head: ResponseHead, body: Body, write: Callable[[bytes], None], charge: Charge
+        self,
+        head: ResponseHead,
+        body: Body,
+        write: Callable[[bytes], None],
+        begun: Callable[[], None],
     ) -> None:
         self._head = head
         self._body = body
         self._write = write
-        self._charge = charge
+        self._begun = begun
         content_type = (head.header(b"content-type") or b"").lower()
         self.is_stream = content_type.startswith(b"text/event-stream")
         is_plain = head.header(b"content-encoding") is None
@@ -48,7 +51,7 @@ class Relay:
         self._write(data)
         if not self._has_begun:
             self._has_begun = True
-            self._charge.prefilled()
+            self._begun()
         self._kept.append(data)
         if not self.is_stream:
             self._kept_bytes += len(data)

@@ -15,6 +15,7 @@ from router.load import LoadLedger
 from router.metrics import RouterMetrics
 from router.proxy import BadBodyError, Proxy, parse_body
 from router.server_connection import ServerConnection
+from router.speeds import SpeedBook
 
 Route = Callable[[Request, ServerConnection], Awaitable[None]]
 METRICS_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
@@ -29,11 +30,13 @@ class Routes:
         chooser: Chooser,
         engines: EngineTable,
         ledger: LoadLedger,
+        speeds: SpeedBook,
         metrics: RouterMetrics,
     ) -> None:
         self._chooser = chooser
         self._engines = engines
         self._ledger = ledger
+        self._speeds = speeds
         self._metrics = metrics
         self._table: dict[str, dict[str, Route]] = {
             "/v1/completions": {"POST": proxy.complete},
@@ -88,7 +91,7 @@ class Routes:
             problem, scored = str(error), []  # the last healthy one fell ill just now
         except SaturatedError as error:
             problem, scored = str(error), self._chooser.explain(plan)
-        client.respond(json_response(explain(plan, decision, problem, scored)))
+        client.respond(json_response(explain(plan, decision, problem, scored, self._speeds)))
 
     def _models(self) -> Response:
         cards: dict[str, dict[str, Any]] = {}

@@ -23,6 +23,17 @@ class Speeds:
     peer_tokens_per_second: float
     peer_setup_seconds: float
     decode_request_seconds: float
+    prefill_quadratic_seconds: float = 0.0
+    """For each computed token, per token that it attends to."""
+
+    def work_seconds(self, tokens: int, pairs: int) -> float:
+        """How long prefilling so many tokens takes; `pairs`: see `attention_pairs`."""
+        return tokens / self.prefill_tokens_per_second + pairs * self.prefill_quadratic_seconds
+
+
+def attention_pairs(computed_tokens: int, prompt_tokens: int) -> int:
+    """Computed tokens times their mean context, when they are the last ones of the prompt."""
+    return computed_tokens * (prompt_tokens - computed_tokens // 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +42,7 @@ class Load:
 
     active_requests: int = 0
     queued_prefill_tokens: int = 0
+    queued_attention_pairs: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +122,7 @@ def holding_from(
 def queue_seconds(load: Load, speeds: Speeds) -> float:
     """Seconds of work ahead of a request that comes now."""
     return (
-        load.queued_prefill_tokens / speeds.prefill_tokens_per_second
+        speeds.work_seconds(load.queued_prefill_tokens, load.queued_attention_pairs)
         + load.active_requests * speeds.decode_request_seconds
     )
 
@@ -130,7 +142,8 @@ def estimate(prompt_tokens: int, holding: Holding, load: Load, speeds: Speeds) -
     best: Estimate | None = None
     for fetch, used in stops:
         rest = max(1, prompt_tokens - used.node_tokens - used.peer_tokens)
-        option = Estimate(queue, fetch, rest / speeds.prefill_tokens_per_second, used, rest)
+        prefill = speeds.work_seconds(rest, attention_pairs(rest, prompt_tokens))
+        option = Estimate(queue, fetch, prefill, used, rest)
         if best is None or option.total_seconds < best.total_seconds:
             best = option
     assert best is not None

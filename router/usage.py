@@ -17,6 +17,8 @@ class Delivered:
 
     cached_tokens: int
     by_source: Mapping[str, int] = field(default_factory=dict)
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
 
 
 def from_json(body: bytes) -> Delivered | None:
@@ -53,7 +55,9 @@ def _from_usage(usage: Any) -> Delivered | None:
         count = parts.get(source, details.get(f"{source}_tokens"))
         if _is_count(count):
             by_source[source] = count
-    return Delivered(details["cached_tokens"], by_source)
+    counts = [usage.get(name) for name in ("prompt_tokens", "completion_tokens")]
+    prompt, completion = (count if _is_count(count) else None for count in counts)
+    return Delivered(details["cached_tokens"], by_source, prompt, completion)
 
 
 def _is_count(value: Any) -> TypeGuard[int]:

@@ -220,7 +220,11 @@ async def test_workers_metrics_ready_and_tokenize() -> None:
         await request(router.port, "/v1/completions", PROMPT)
         (worker,) = (await request(router.port, "/workers")).json["workers"]
         assert worker["state"] == "healthy"
-        assert worker["load"] == {"active_requests": 0, "queued_prefill_tokens": 0}
+        assert worker["load"] == {
+            "active_requests": 0,
+            "queued_prefill_tokens": 0,
+            "queued_attention_pairs": 0,
+        }
         metrics = await request(router.port, "/metrics")
         assert metrics.headers["content-type"].startswith("text/plain")
         assert b'emberkv_router_requests_total{engine="' in metrics.body

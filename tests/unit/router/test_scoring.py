@@ -32,7 +32,7 @@ from router.scoring import (
 
 SPEEDS = Speeds(1000.0, 10_000.0, 4_000.0, 2_000.0, 0.1, 0.05)
 PREFERENCES = Preferences(0.8, 2, 0.001, 0.1)
-COST = CostPolicy(SPEEDS, PREFERENCES)
+COST = CostPolicy(PREFERENCES)
 tokens = st.integers(0, 5000)
 holdings = st.builds(Holding, tokens, tokens, tokens, tokens)
 loads = st.builds(Load, st.integers(0, 50), st.integers(0, 50_000))
@@ -121,8 +121,10 @@ def test_a_holding_is_as_long_as_the_longest_of_its_parts(
     assert found.node_tokens + found.peer_tokens == max(hbm + dram + ssd, predicted, other)
 
 
-def candidate(url: str, held: int = 0, active: int = 0, queued: int = 0) -> Candidate:
-    return Candidate(url, Load(active, queued), Holding(dram_tokens=held))
+def candidate(
+    url: str, held: int = 0, active: int = 0, queued: int = 0, speeds: Speeds = SPEEDS
+) -> Candidate:
+    return Candidate(url, Load(active, queued), Holding(dram_tokens=held), speeds)
 
 
 def test_the_short_list_is_the_near_best_and_the_least_loaded() -> None:
@@ -133,7 +135,7 @@ def test_the_short_list_is_the_near_best_and_the_least_loaded() -> None:
         candidate("idle", 0),
         candidate("calm", 0, 1),
     ]
-    assert [item.url for item in short_list(engines, SPEEDS, PREFERENCES)] == [
+    assert [item.url for item in short_list(engines, PREFERENCES)] == [
         "best",
         "near",
         "idle",
@@ -143,7 +145,7 @@ def test_the_short_list_is_the_near_best_and_the_least_loaded() -> None:
 
 def test_all_equally_idle_engines_are_listed() -> None:
     engines = [candidate(f"e{i}") for i in range(5)]
-    assert len(short_list(engines, SPEEDS, PREFERENCES)) == 5
+    assert len(short_list(engines, PREFERENCES)) == 5
 
 
 def test_the_longest_hit_wins_until_its_queue_costs_more() -> None:
@@ -168,13 +170,15 @@ def test_without_hits_equal_engines_share_evenly() -> None:
 
 def test_ties_go_to_fewer_active_requests() -> None:
     speeds = Speeds(1000.0, 10_000.0, 4_000.0, 2_000.0, 0.1, 0.0)
-    policy = CostPolicy(speeds, PREFERENCES)
-    engines = [candidate("three", active=3), candidate("one", active=1)]
-    assert {policy.pick(10, engines, Random(i)).url for i in range(10)} == {"one"}
+    engines = [
+        candidate("three", active=3, speeds=speeds),
+        candidate("one", active=1, speeds=speeds),
+    ]
+    assert {COST.pick(10, engines, Random(i)).url for i in range(10)} == {"one"}
 
 
 def test_a_sibling_waits_for_the_prefill_rather_than_repeat_it_elsewhere() -> None:
-    computing = Candidate("a", Load(1, 2000), Holding(hbm_tokens=2000))
+    computing = Candidate("a", Load(1, 2000), Holding(hbm_tokens=2000), SPEEDS)
     idle = [candidate(f"idle{i}") for i in range(7)]
     assert COST.pick(2010, [computing, *idle], Random(0)).url == "a"
 
@@ -192,7 +196,7 @@ def test_round_robin_takes_turns_and_skips_who_is_missing() -> None:
 
 def test_least_load_ignores_what_is_cached() -> None:
     engines = [candidate("hit", 10_000, 1), candidate("idle")]
-    assert LeastLoadPolicy(SPEEDS).pick(10_001, engines, Random(0)).url == "idle"
+    assert LeastLoadPolicy().pick(10_001, engines, Random(0)).url == "idle"
 
 
 @given(st.lists(st.tuples(tokens, loads), min_size=1, max_size=8), st.integers(0, 100))
@@ -200,10 +204,11 @@ def test_the_pick_is_never_beaten_by_more_than_a_tie_among_the_listed(
     shapes: list[tuple[int, Load]], seed: int
 ) -> None:
     engines = [
-        Candidate(f"e{i}", load, Holding(dram_tokens=held)) for i, (held, load) in enumerate(shapes)
+        Candidate(f"e{i}", load, Holding(dram_tokens=held), SPEEDS)
+        for i, (held, load) in enumerate(shapes)
     ]
     picked = COST.pick(6000, engines, Random(seed))
-    listed = short_list(engines, SPEEDS, PREFERENCES)
+    listed = short_list(engines, PREFERENCES)
     assert picked in listed
     times = {e.url: estimate(6000, e.holding, e.load, SPEEDS).total_seconds for e in listed}
     assert times[picked.url] <= max(1.1 * min(times.values()), min(times.values()) + 0.001) + 1e-9
