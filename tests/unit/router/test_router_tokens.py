@@ -128,7 +128,7 @@ USAGE = {"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 8, "dram
 
 
 def test_delivered_hits_are_read_from_json_and_from_the_last_event() -> None:
-    wanted = Delivered(8, {"dram": 8})
+    wanted = Delivered(8, {"dram": 8}, prompt_tokens=9)
     assert from_json(json.dumps({"usage": USAGE}).encode()) == wanted
     event = b"data: " + json.dumps({"choices": [], "usage": USAGE}).encode() + b"\n\n"
     framed = b"%x\r\n%s\r\n" % (len(event), event)
