@@ -21,7 +21,7 @@ from global_index.copying import copied_pages
 from global_index.dict_index import DictIndex
 from global_index.directory import NodeDirectory
 from global_index.dns_nodes import Changes, HostPort, NameCounts, NodeNames, follow
-from global_index.hbm.engines import EngineDirectory, EngineKey, EngineView
+from global_index.hbm.engines import EngineDirectory, EngineKey, EngineTrace, EngineView
 from global_index.hbm.followers import EngineFollowers
 from global_index.holders import HolderPool
 from global_index.index import BlockIndex, TableSize
@@ -270,6 +270,10 @@ class GlobalIndex:
     def explain(self, keys: Keys) -> list[ChainTrace]:
         """Each node's run and the tiers of each block; nodes left out of answers included."""
         return self._directory.explain(keys)
+
+    def explain_engines(self, keys: Keys) -> list[EngineTrace]:
+        """Which of the blocks each engine has in its own HBM; engines left out included."""
+        return self._engines.explain(keys)
 
     def copy_nodes(self, node_ids: Sequence[NodeId]) -> AsyncGenerator[SnapshotPage, None]:
         """Rows of these nodes, or of all when none is named; for another index to start from."""

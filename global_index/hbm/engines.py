@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from emberkv_proto.errors import InvalidRequestError, UnavailableError
-from emberkv_proto.events import BlocksRemoved, BlocksStored, Event
-from emberkv_proto.types import EngineHit, EngineInfo, NodeId, Tier, TierDigest
+from emberkv_proto.events import BlocksRemoved, BlocksStored, Event, Keys
+from emberkv_proto.types import EngineHit, EngineInfo, IndexKey, NodeId, Tier, TierDigest
 from global_index.hbm.decoding import decode_message
 from global_index.hbm.endpoints import check_endpoint
 from global_index.hbm.rows import ChainForm, EngineRows, RowCounts
@@ -88,6 +88,15 @@ class EngineView:
     """Rows refused because the index was full."""
     streamed: StreamCounts
     blocks: RowCounts
+
+
+@dataclass(frozen=True, slots=True)
+class EngineTrace:
+    """Which blocks of a chain one engine has in its own HBM; what its node has is the node's."""
+
+    key: EngineKey
+    state: StreamState
+    hbm: tuple[bool, ...]
 
 
 @dataclass(slots=True, eq=False)
@@ -252,6 +261,21 @@ class EngineDirectory:
             )
         hits.sort(key=lambda hit: -hit.hit_blocks)
         return hits
+
+    def explain(self, keys: Keys) -> list[EngineTrace]:
+        """Every followed engine's blocks of a chain, those left out of answers included."""
+        blocks = [
+            {
+                holding.holder
+                for holding in self._index.holdings(IndexKey(key))
+                if Tier.HBM in holding.tiers
+            }
+            for key in keys.tolist()
+        ]
+        return [
+            EngineTrace(engine.key, engine.state, tuple(engine.holder in block for block in blocks))
+            for engine in self._engines.values()
+        ]
 
     def views(self) -> list[EngineView]:
         return [

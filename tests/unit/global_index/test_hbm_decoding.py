@@ -15,6 +15,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from emberkv_proto.errors import InvalidRequestError
+from emberkv_proto.types import NamespaceId
 from global_index.hbm.decoding import MAX_EVENTS, decode_message
 from global_index.hbm.events import (
     EngineCleared,
@@ -23,6 +24,7 @@ from global_index.hbm.events import (
     EngineStored,
     MediaAt,
 )
+from global_index.hbm.rows import ChainForm, EngineRows
 
 SAMPLE = Path(__file__).parents[2] / "data" / "vllm_kv_events.jsonl"
 BIG = 2**64 - 3
@@ -252,3 +254,11 @@ def test_events_of_any_shape_never_crash(events: list[Any], rank: Any) -> None:
     message = decode_message(packed(*events, rank=rank))
     total = message.unknown + message.malformed + message.other_media + len(message.events)
     assert total == len(events)
+
+
+@given(st.lists(st.one_of(VALUES, MAPS, st.just(stored())), max_size=6))
+def test_rows_take_whatever_is_decoded(events: list[Any]) -> None:
+    engine = EngineRows(ChainForm(NamespaceId(bytes(16)), 4))
+    for event in decode_message(packed(*events)).events:
+        engine.apply([event])
+        engine.check_integrity()

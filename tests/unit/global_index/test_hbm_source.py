@@ -312,6 +312,8 @@ async def test_an_announced_engine_counts_what_its_node_has_between_its_own_bloc
         expected = EngineHit("e1", 0, URL, NodeId("n1"), 8, 3, 3, 2)
         assert index.hits(CHAIN).engines == (expected,)
         assert index.hits(CHAIN).nodes == (), "the node has not its first block"
+        (trace,) = index.explain_engines(CHAIN)
+        assert [n for n, held in enumerate(trace.hbm) if held] == [0, 1, 5]
         server.daemon.store(Tier.DRAM, keys[:1])
         await until(lambda: index.hits(CHAIN).nodes == (NodeHit(NodeId("n1"), 1, 1, 0),))
         grpc_server, port = await start_server(index, "127.0.0.1", 0, lambda _: None)
