@@ -14,6 +14,7 @@ from emberkv_proto.events import Keys
 from emberkv_proto.types import ChainHits, EngineHit, EngineInfo, NodeHit, NodeId
 from router.app import Router
 from router.config import RouterSection
+from router.view import IndexView
 
 
 @dataclass
@@ -105,7 +106,7 @@ class RunningRouter:
 
 @asynccontextmanager
 async def running_router(
-    *urls: str, index: HandIndex | None = None, seed: int = 0, **settings: Any
+    *urls: str, index: IndexView | None = None, seed: int = 0, **settings: Any
 ) -> AsyncIterator[RunningRouter]:
     """A router over these engines; its parts' invariants are checked at the end."""
     values: dict[str, Any] = {**FAST, "engines": [{"url": url} for url in urls], **settings}

@@ -16,6 +16,7 @@ from global_index.config import IndexSection
 from global_index.embedded import GlobalIndex
 from global_index.hbm.engines import StreamState
 from tests.helpers.daemon_process import DaemonProcess
+from tests.helpers.router_client import request, running_router
 from tests.helpers.torch_engine_process import TorchEngineProcess
 
 pytestmark = pytest.mark.process
@@ -105,6 +106,30 @@ async def test_an_index_that_comes_later_asks_for_what_was_said_before(
         keys = chain(info, prompt)
         assert held(index.hits(keys))[0] == FULL_BLOCKS, "current means complete"
         index.check_integrity()
+
+
+async def test_the_router_shows_and_counts_what_the_engine_tells(
+    engine: TorchEngineProcess, index: GlobalIndex
+) -> None:
+    prompt = list(range(20, 70))
+    await until(lambda: is_current(index))
+    async with running_router(index=index, predicted_seconds=0.01) as router:
+        body = {"model": "ember-tiny", "prompt": prompt, "max_tokens": 1}
+        got = await request(router.port, "/v1/completions", body)
+        assert got.headers["x-emberkv-engine"] == "engine-a"
+        info = announced(index)
+        assert info is not None
+        keys = chain(info, prompt)
+        await until(lambda: held(index.hits(keys)) == (FULL_BLOCKS, FULL_BLOCKS))
+        got = await request(router.port, "/route/explain", body)
+        (hit,) = got.json["chains"][0]["engine_hits"]
+        assert (hit["engine_id"], hit["hbm_blocks"]) == ("engine-a", FULL_BLOCKS)
+        (terms,) = got.json["engines"]
+        assert terms["holding"]["hbm_tokens"] == 4 * FULL_BLOCKS
+        assert terms["fetch_seconds"] == 0
+        await request(router.port, "/v1/completions", body)
+        await router.settled()
+        assert router.counter("told_hbm_tokens_total") == 4 * FULL_BLOCKS
 
 
 async def test_a_stopped_engine_leaves_the_answers_and_comes_back(
