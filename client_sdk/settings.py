@@ -26,6 +26,7 @@ KNOWN_SECTIONS = (
     "daemon",
     "dram",
     "ssd",
+    "events",
     "tenants",
     "index",
     "router",

@@ -227,6 +227,8 @@ class Daemon:
         sources = MetricSources(store, publisher, self.life, index, puller)
         http.open_to(store, StoreCollector(sources))
 
+        if settings.events.zmq_endpoint:
+            await self._publish_over_zmq(stack, store)
         server = LocalServer(daemon, servicer)
         stack.push_async_callback(self._drain, store, server, publisher, servicer)
         store.start()
@@ -292,6 +294,16 @@ class Daemon:
         )
         self._manager.ready(f"serving {dram} blocks in DRAM, {on_ssd} on SSD")
         self.is_serving.set()
+
+    async def _publish_over_zmq(self, stack: AsyncExitStack, store: BlockStore) -> None:
+        """Tell routers of others too. Its libraries are loaded only for this."""
+        from store_daemon.kv_outlet import KvEventOutlet
+
+        holdings = store.holdings
+        outlet = KvEventOutlet(self._settings.events, holdings.catalog, holdings.counters)
+        outlet.start()
+        stack.push_async_callback(outlet.close)
+        holdings.teller = outlet.tell
 
     async def _opened(
         self, stack: AsyncExitStack, opener: Executor, doing: str, opening: Callable[[], C]

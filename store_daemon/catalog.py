@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from emberkv_proto.events import Event, Keys
+from emberkv_proto.events import Keys
 from emberkv_proto.hashing import index_keys
 from emberkv_proto.types import BlockHash, SaltId, Tier
 from store_daemon.block import Block, StoredNamespace
-from store_daemon.residency import STORED_TIERS, ResidencyBook
+from store_daemon.residency import STORED_TIERS, ResidencyBook, Told
 from store_daemon.sleeping import SleepingBlocks
 from store_daemon.tombstones import PartQueue
 
@@ -386,7 +386,7 @@ class BlockCatalog:
         for block in self._doomed:
             yield from filter(None, block.slots)
 
-    def drain_events(self) -> list[Event]:
+    def drain_events(self) -> list[Told]:
         """The changes since the last call, in order, neighbours of one kind as one event."""
         return self._book.drain()
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import socket
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from client_sdk.logs import LogFormat, LogLevel, LogStyle
 from client_sdk.settings import Section, Settings, TlsFiles, tls_files_of
@@ -191,6 +192,40 @@ class SsdSection(Section):
         )
 
 
+_ENDPOINT = re.compile(
+    r"tcp://(\*|\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):(\d{1,5}|\*)|ipc://[^\s]{1,100}"
+)
+
+
+class EventsSection(Section):
+    """The node's events for routers of others, in vLLM's format over ZMQ (docs/kv-events.md)."""
+
+    zmq_endpoint: str = ""
+    """Where to publish, as tcp://host:port or ipc://path; port * picks a free one. Empty: nowhere.
+    Whoever can connect may listen: ZMQ asks for no secret here."""
+    zmq_replay_endpoint: str = ""
+    """Where missed messages can be asked for. Empty: nowhere."""
+    zmq_topic: Annotated[str, Field(max_length=512)] = ""
+    """First frame of each message; llm-d wants kv@<address>@<model>."""
+    buffer_messages: Annotated[int, Field(ge=1, le=1 << 20)] = 10_000
+    """So many of the newest messages can be asked for again..."""
+    buffer_bytes: Bytes = 64 * MIB
+    """...and at most so many bytes of them."""
+
+    @field_validator("zmq_endpoint", "zmq_replay_endpoint")
+    @classmethod
+    def _endpoint(cls, text: str) -> str:
+        if text and not _ENDPOINT.fullmatch(text):
+            raise ValueError(f"{text!r} is neither tcp://host:port nor ipc://path")
+        return text
+
+    @model_validator(mode="after")
+    def _replay_of_something(self) -> EventsSection:
+        if self.zmq_replay_endpoint and not self.zmq_endpoint:
+            raise ValueError("zmq_replay_endpoint needs zmq_endpoint: nothing is published")
+        return self
+
+
 class TenantSection(Section):
     """One tenant's quota."""
 
@@ -203,6 +238,7 @@ class DaemonSettings(Settings):
     daemon: DaemonSection = DaemonSection()
     dram: DramSection = DramSection()
     ssd: SsdSection = SsdSection()
+    events: EventsSection = EventsSection()
     tenants: dict[SaltIdText, TenantSection] = {}  # noqa: RUF012 - copied for each instance
     """Quotas by salt id: the first 16 bytes of BLAKE3 of the cache salt, as 32 hex digits in
     quotes."""

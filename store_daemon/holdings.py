@@ -22,6 +22,7 @@ from store_daemon.policies import POLICIES
 from store_daemon.ports import EventSink
 from store_daemon.quotas import QuotaEviction
 from store_daemon.recoverable_catalog import RecoverableCatalog
+from store_daemon.residency import Told
 from store_daemon.sessions import StagedPart
 from store_daemon.tenants import Tenant, TenantBook
 from store_daemon.tiers.pool import Pool
@@ -82,6 +83,8 @@ class Holdings:
         self._config = config
         self.sink: EventSink | None = None
         """Where events go; set before the first block."""
+        self.teller: Callable[[Told], None] | None = None
+        """Told of each event after the sink, with the hashes of its blocks."""
 
     def reconfigure(self, config: DramSection) -> None:
         """Other watermarks, another policy, another limit for pins; the pool stays as it is."""
@@ -302,8 +305,10 @@ class Holdings:
         events = self.catalog.drain_events()
         if events:
             assert self.sink is not None, "a change before there is somebody to tell"
-            for event in events:
-                self.sink.emit(event)
+            for told in events:
+                self.sink.emit(told.event)
+                if self.teller is not None:
+                    self.teller(told)
 
     def check_integrity(self) -> None:
         self.catalog.check_integrity()

@@ -41,6 +41,14 @@ class _Change:
         return index_keys(self.hashes) if isinstance(self.hashes, list) else self.hashes
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Told:
+    """An event, and the blocks that it names; None where there were too many for a hash each."""
+
+    event: Event
+    hashes: list[BlockHash] | None
+
+
 class ResidencyBook:
     """All calls are O(1) for each hash."""
 
@@ -67,15 +75,16 @@ class ResidencyBook:
         ledger.removed += len(hashes)
         self._note(BlocksRemoved, tier, hashes)
 
-    def drain(self) -> list[Event]:
+    def drain(self) -> list[Told]:
         """The changes since the last call, in order, neighbours of one kind as one event."""
         changes, self._changes = self._changes, []
-        events: list[Event] = []
+        told: list[Told] = []
         for change in changes:
             keys = change.keys
             self.ledgers[change.tier].xor ^= int(np.bitwise_xor.reduce(keys))
-            events.append(change.kind(change.tier, keys))
-        return events
+            hashes = change.hashes if isinstance(change.hashes, list) else None
+            told.append(Told(change.kind(change.tier, keys), hashes))
+        return told
 
     def check(self, tier: Tier, resident: Keys) -> None:
         """Assert that the tier's books say just what is resident. O(blocks)."""

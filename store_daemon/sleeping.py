@@ -81,6 +81,20 @@ class SleepingBlocks:
         keys[keys == 0] = 1
         return keys
 
+    def keys_by_namespace(self) -> list[tuple[StoredNamespace, Keys]]:
+        """`keys`, for each namespace by itself."""
+        firsts = self._firsts[self._asleep[self._firsts]]
+        ids = np.ascontiguousarray(self._table.packed["namespace_id"][firsts])
+        words = ids.view("<u8").reshape(-1, 2)
+        found: list[tuple[StoredNamespace, Keys]] = []
+        for namespace in self._namespaces.values():
+            own = firsts[(words == np.frombuffer(namespace.id, "<u8")).all(axis=1)]
+            keys: Keys = self._table.first_words[own]
+            keys[keys == 0] = 1
+            if len(keys):
+                found.append((namespace, keys))
+        return found
+
     def scan_keys(self, most: int) -> Iterator[Keys]:
         """`keys`, at most so many at a time, without those that woke before they are yielded."""
         firsts = self._firsts[self._asleep[self._firsts]]

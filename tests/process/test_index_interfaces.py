@@ -14,14 +14,18 @@ from urllib.request import Request, urlopen
 import pytest
 
 from client_sdk import SyncClient
+from emberkv_proto.hashing import index_keys
 from emberkv_proto.types import EngineInfo
 from tests.helpers.agreement import await_agreement
 from tests.helpers.chains import BLOCK_TOKENS, NAMESPACE, chain_of, write_chain
-from tests.helpers.cluster import Cluster, IndexProcess, indexed_nodes, wait_until
+from tests.helpers.cluster import Cluster, IndexProcess, free_port, indexed_nodes, wait_until
+from tests.helpers.daemon_process import MIB, DaemonProcess
+from tests.helpers.kv_listener import KvListener
 from tests.helpers.server_process import ROOT
 
 pytestmark = pytest.mark.process
 WAIT_SECONDS = 30.0
+TIERS = {"dram": "CPU", "ssd": "STORAGE"}
 
 
 def test_second_index_starts_from_the_first_and_agrees_with_the_daemons(tmp_path: Path) -> None:
@@ -99,6 +103,54 @@ def test_other_routers_ask_by_http_and_register_a_daemon(tmp_path: Path) -> None
                 assert ask(alone.http_address, "/unregister", **unwanted)[0] == 404
             finally:
                 alone.clean()
+
+
+async def test_daemon_tells_its_events_over_zmq_through_kill_and_restart(tmp_path: Path) -> None:
+    ports = [f"tcp://127.0.0.1:{free_port()}" for _ in range(2)]
+    settings = {"events.zmq_endpoint": ports[0], "events.zmq_replay_endpoint": ports[1]}
+    chain = index_keys(chain_of(5, 20)).tolist()
+    sizes = {"capacity_bytes": MIB // 8, "extent_bytes": MIB // 16, "ssd_bytes": 8 * MIB}
+    with DaemonProcess(tmp_path, settings=settings, **sizes) as daemon:
+        with SyncClient(daemon.socket_path, NAMESPACE) as client:
+            write_chain(client, chain_of(5, 20))
+            async with KvListener(*ports) as listener:
+                await heard(listener, "STORAGE", chain)
+                assert listener.resident["CPU"] <= set(chain)
+                for number in range(6, 12):
+                    write_chain(client, chain_of(number, 20))
+                    await asyncio.to_thread(settled, daemon)
+                told = counted = None
+                for _ in range(300):
+                    await listener.catch_up(listener.next)
+                    totals = await asyncio.to_thread(daemon.metrics)
+                    counted = [totals[f'emberkv_store_blocks{{tier="{t}"}}'] for t in TIERS]
+                    told = [len(listener.resident[medium]) for medium in TIERS.values()]
+                    if told == counted:
+                        break
+                    await asyncio.sleep(0.1)
+                assert told == counted
+                assert listener.missed == []
+        daemon.kill()
+        daemon.start()
+        async with KvListener(*ports) as listener:
+            await heard(listener, "STORAGE", chain)
+            assert listener.sizes == {BLOCK_TOKENS}
+
+
+def settled(daemon: DaemonProcess) -> None:
+    wait_until(
+        lambda: daemon.metrics()["emberkv_store_writeback_queue_blocks"] == 0, "written back"
+    )
+
+
+async def heard(listener: KvListener, medium: str, keys: list[int]) -> None:
+    """Wait until all these blocks were said to be there."""
+    for _ in range(300):
+        await listener.catch_up(listener.next)
+        if set(keys) <= listener.resident[medium]:
+            return
+        await asyncio.sleep(0.1)
+    raise AssertionError(f"of {len(keys)} blocks {len(listener.resident[medium])} were told")
 
 
 def test_nodes_watch_tells_when_a_daemon_is_killed_and_when_it_is_back(tmp_path: Path) -> None:
