@@ -81,7 +81,9 @@ def test_a_block_is_resident_only_when_all_its_parts_are(fixture: Fixture) -> No
     assert catalog.drain_events() == []
     assert catalog.usable_prefix(TWO_PARTS, [block_hash]) == []
     catalog.commit_part(block, 1, fixture.slot(TWO_PARTS, 1))
-    (event,) = catalog.drain_events()
+    (told,) = catalog.drain_events()
+    event = told.event
+    assert told.hashes == [block_hash]
     assert isinstance(event, BlocksStored)
     assert event.tier is Tier.DRAM
     assert event.keys.tolist() == [index_key(block_hash)]
@@ -101,7 +103,7 @@ def test_neighbouring_changes_become_one_event_and_keep_their_order(fixture: Fix
     blocks = fixture.put_chain(chain(PLAIN.namespace, 3))
     fixture.catalog.drop_dram(blocks[2])
     fixture.put(blocks[2].hash, blocks[1].hash)
-    kinds = [(type(e), len(e.keys)) for e in fixture.catalog.drain_events()]  # type: ignore[union-attr]
+    kinds = [(type(t.event), len(t.event.keys)) for t in fixture.catalog.drain_events()]  # type: ignore[union-attr]
     assert kinds == [(BlocksStored, 3), (BlocksRemoved, 1), (BlocksStored, 1)]
 
 

@@ -55,8 +55,8 @@ def test_scan_beside_waking_and_vanishing_blocks_ends_with_what_is_resident(
             catalog.add_rows(block, [row(number)])
             catalog.abort_part(block, 0)
             present.add(number)
-        for event in catalog.drain_events():  # before the loop turns, as the daemon does
-            scan.enter(event)
+        for told in catalog.drain_events():  # before the loop turns, as the daemon does
+            scan.enter(told.event)
 
     while scan.step():
         for _ in range(choose.randint(0, 6)):
