@@ -39,6 +39,10 @@ class IndexCollector(Collector):
         self._index = index
 
     def collect(self) -> Iterable[Metric]:
+        if self._index.shared is not None:
+            from global_index.redis_metrics import redis_metrics
+
+            yield from redis_metrics(self._index.shared)
         size, nodes = self._index.size(), self._index.nodes()
         yield GaugeMetricFamily("emberkv_index_blocks", "Distinct blocks.", size.blocks)
         yield GaugeMetricFamily(

@@ -19,7 +19,15 @@ from emberkv_proto.events import Keys
 from emberkv_proto.types import IndexKey, Tier, TierDigest
 from global_index import redis_scripts
 from global_index.index import Applied, Holder, HolderHit, Holding
-from global_index.redis_schema import SLICES, TAGS, RedisSchema, keys_of, members_of, tags_of
+from global_index.redis_schema import (
+    TAGS,
+    RedisSchema,
+    keys_of,
+    members_of,
+    parts_of,
+    slice_bits_for,
+    tags_of,
+)
 from global_index.redis_walk import ChainWalk, decode
 
 Token = NewType("Token", int)
@@ -77,26 +85,67 @@ class RedisIndex:
         self.client = client
         self._schema = schema
         self._tokens: dict[Holder, Token] = {}
+        self._bits: dict[Holder, list[int]] = {}
+        """How each tag of a claimed number is sliced."""
 
-    async def claim(self, number: Holder, token: Token) -> None:
+    async def claim(self, number: Holder, token: Token, rows: int = 0) -> None:
         """From now on only writes under `token` change the rows of `number`.
+
+        `rows` is how many it is about to have, where it has none yet.
 
         Raises:
             FencedError: a greater token has it.
         """
+        bits = slice_bits_for(rows)
         async with self.client.pipeline(transaction=False) as pipe:
             for tag in range(len(TAGS)):
-                pipe.eval(redis_scripts.FENCE, 1, self._schema.fence(tag, number), token)
-            _refuse(number, await pipe.execute())
-        self._tokens[number] = token
+                pipe.eval(redis_scripts.FENCE, 1, self._schema.fence(tag, number), token, bits)
+            found = await pipe.execute()
+        _refuse(number, found)
+        self._tokens[number], self._bits[number] = token, list(found)
 
     async def release(self, number: Holder) -> None:
         """Forget the fence of a number that has no rows left."""
-        token = self._tokens.pop(number)
         async with self.client.pipeline(transaction=False) as pipe:
             for tag in range(len(TAGS)):
-                pipe.eval(redis_scripts.UNFENCE, 1, self._schema.fence(tag, number), token)
+                fence = self._schema.fence(tag, number)
+                pipe.eval(redis_scripts.UNFENCE, 1, fence, self._fence(tag, number))
             await pipe.execute()
+        del self._tokens[number], self._bits[number]
+
+    def is_cut_too_coarsely(self, number: Holder, rows: int) -> bool:
+        """Whether slices of so many rows are far above what Redis keeps small."""
+        return slice_bits_for(rows) > min(self._bits[number]) + 1
+
+    async def reslice(self, number: Holder, tag: int, rows: dict[Tier, Keys]) -> None:
+        """Cut what `number` has in `tag`, which is exactly `rows`, into as many slices as it needs.
+
+        Raises:
+            FencedError, RowsLostError
+        """
+        old, size = self._bits[number][tag], max(keys.size for keys in rows.values())
+        new = max(old, slice_bits_for(size * len(TAGS)))
+        if new == old:
+            return
+        fence, own = self._schema.fence(tag, number), self._fence(tag, number)
+        fills = []
+        for tier, keys in rows.items():
+            parts = parts_of(keys, new)
+            order = np.argsort(parts, kind="stable")
+            cuts = np.searchsorted(parts[order], np.arange((1 << new) + 1)).tolist()
+            for part, (first, last) in enumerate(pairwise(cuts)):
+                name = self._schema.slice(tag, number, tier, new, part)
+                members = members_of(keys[order[first:last]])
+                fills.append((redis_scripts.FILL_SLICE, 2, fence, name, own, *members))
+        for first in range(0, len(fills), SLICES_PER_READ):
+            async with self.client.pipeline(transaction=False) as pipe:
+                for fill in fills[first : first + SLICES_PER_READ]:
+                    pipe.eval(*fill)
+                _refuse(number, await pipe.execute())
+        left = [name for tier in Tier for name in self._schema.slices(tag, number, tier, old)]
+        arguments = (fence, *left, own, f"{self._tokens[number]}:{new}")
+        _refuse(number, [await self.client.eval(redis_scripts.RESLICE, 1 + len(left), *arguments)])
+        self._bits[number][tag] = new
 
     async def apply(self, number: Holder, changes: Sequence[Change]) -> int:
         """Make the changes; return how many rows were not so before.
@@ -170,7 +219,7 @@ class RedisIndex:
         """How many rows `number` has in `tier`. O(slices), whatever their size."""
         async with self.client.pipeline(transaction=False) as pipe:
             for tag in range(len(TAGS)):
-                names = self._schema.slices(tag, number, tier)
+                names = self._schema.slices(tag, number, tier, self._bits[number][tag])
                 pipe.eval(redis_scripts.COUNT, len(names), *names)
             return sum(await pipe.execute())
 
@@ -214,6 +263,9 @@ class RedisIndex:
                     found[key, number] = tiers
         assert found == sets, "values and reverse sets differ"
 
+    def _fence(self, tag: int, number: Holder) -> str:
+        return f"{self._tokens[number]}:{self._bits[number][tag]}"
+
     async def _clear(self, number: Holder, tiers: tuple[Tier, ...]) -> int:
         changed = 0
         for tag in range(len(TAGS)):
@@ -227,11 +279,11 @@ class RedisIndex:
     ) -> dict[Tier, Keys]:
         async with self.client.pipeline(transaction=False) as pipe:
             for tier in tiers:
-                names = self._schema.slices(tag, number, tier)
-                for first in range(0, SLICES, SLICES_PER_READ):
+                names = self._schema.slices(tag, number, tier, self._bits[number][tag])
+                for first in range(0, len(names), SLICES_PER_READ):
                     pipe.execute_command("SUNION", *names[first : first + SLICES_PER_READ])
             found = await pipe.execute()
-        reads = SLICES // SLICES_PER_READ
+        reads = -(-(1 << self._bits[number][tag]) // SLICES_PER_READ)
         return {
             tier: keys_of([m for members in found[n * reads : (n + 1) * reads] for m in members])
             for n, tier in enumerate(tiers)
@@ -249,13 +301,13 @@ class RedisIndex:
         tiers = [_TIER_OF_BIT[op & 7] for op in ops.tolist()]
         names: list[bytes] = [b""] * (2 * keys.size)
         names[0::2] = self._schema.blocks(keys)
-        names[1::2] = self._schema.slices_of(tag, number, tiers, keys)
+        names[1::2] = self._schema.slices_of(tag, number, tiers, self._bits[number][tag], keys)
         return (
             redis_scripts.WRITE,
             1 + len(names),
             self._schema.fence(tag, number),
             *names,
-            self._tokens[number],
+            self._fence(tag, number),
             number,
             ops.tobytes(),
             *members_of(keys),

@@ -1,12 +1,13 @@
 """Names and bytes of the index in Redis; pure. One place knows them.
 
     P{tag}KKKKKKKK      who has block K (8 raw bytes): sorted big-endian words `number << 3 | tiers`
-    P{tag}r<n>.<t>.<s>  reverse: slice s of what number n has in tier t, a set of signed integers
-    P{tag}f<n>          fence: the token whose writes of number n are taken
+    P{tag}r<n>.<t>.<b>.<s>  reverse: slice s of 2^b of what number n has in tier t, integers
+    P{tag}f<n>          fence: `token:b`, whose writes of number n are taken and how it is sliced
 
 A block's tag and slice come from its key's low bits, so a chain spreads over a cluster's masters,
-one script's keys share a slot, and number n can be cleared by naming 16 x 256 small sets: nothing
-is ever searched for. A slice of up to 512 members is an intset, 8 bytes a row.
+one script's keys share a slot, and number n can be cleared by naming its sets: nothing is ever
+searched for. A slice of up to 512 members is an intset, 8 bytes a row; so the slices of a number
+grow in count with its rows.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ TAGS = (
 )  # fmt: skip
 """Their slots lie 1,024 apart, so any cluster that splits the slots evenly gets an even share."""
 
-SLICES = 256
+MAX_SLICE_BITS = 12
+SLICE_ROWS = 256
+"""Wanted in a slice on average; twice as many still fit into Redis's default for an intset."""
+
 DEFAULT_PREFIX = "ek"
 
 
@@ -48,19 +52,22 @@ class RedisSchema:
     def fence(self, tag: int, number: Holder) -> bytes:
         return self._heads[tag] + b"f%d" % number
 
-    def slice(self, tag: int, number: Holder, tier: Tier, part: int) -> bytes:
-        return self._heads[tag] + b"r%d.%d.%d" % (number, tier, part)
+    def slice(self, tag: int, number: Holder, tier: Tier, bits: int, part: int) -> bytes:
+        return self._heads[tag] + b"r%d.%d.%d.%d" % (number, tier, bits, part)
 
-    def slices(self, tag: int, number: Holder, tier: Tier) -> list[bytes]:
-        """All reverse sets of one tag."""
-        head = self._heads[tag] + b"r%d.%d." % (number, tier)
-        return [head + b"%d" % part for part in range(SLICES)]
+    def slices(self, tag: int, number: Holder, tier: Tier, bits: int) -> list[bytes]:
+        """All reverse sets of one tag and tier."""
+        return [self.slice(tag, number, tier, bits, part) for part in range(1 << bits)]
 
-    def slices_of(self, tag: int, number: Holder, tiers: Sequence[int], keys: Keys) -> list[bytes]:
+    def slices_of(
+        self, tag: int, number: Holder, tiers: Sequence[int], bits: int, keys: Keys
+    ) -> list[bytes]:
         """The reverse set of each row; all keys are of `tag`."""
         head = self._heads[tag] + b"r%d." % number
-        parts = ((keys >> np.uint64(4)) & np.uint64(SLICES - 1)).tolist()
-        return [head + b"%d.%d" % (tier, part) for tier, part in zip(tiers, parts, strict=True)]
+        parts = parts_of(keys, bits).tolist()
+        return [
+            head + b"%d.%d.%d" % (tier, bits, part) for tier, part in zip(tiers, parts, strict=True)
+        ]
 
     def registry(self, name: str) -> str:
         """A key of the registry; all of them share one slot."""
@@ -69,6 +76,19 @@ class RedisSchema:
 
 def tags_of(keys: Keys) -> npt.NDArray[np.intp]:
     return (keys & np.uint64(len(TAGS) - 1)).astype(np.intp)
+
+
+def parts_of(keys: Keys, bits: int) -> npt.NDArray[np.intp]:
+    """The slice of each key, by the bits above its tag's."""
+    return ((keys >> np.uint64(4)) & np.uint64((1 << bits) - 1)).astype(np.intp)
+
+
+def slice_bits_for(rows: int) -> int:
+    """Into how many slices, as a power of two, each tag of so many rows in a tier is cut."""
+    bits = 0
+    while bits < MAX_SLICE_BITS and rows > len(TAGS) * SLICE_ROWS << bits:
+        bits += 1
+    return bits
 
 
 def members_of(keys: Keys) -> list[int]:

@@ -9,7 +9,7 @@ FENCED = -1
 """Another writer has the number."""
 
 # KEYS: fence, then a block and a slice for each row.
-# ARGV: token, number, one byte a row (tier bit; + 8 to store), the rows' members.
+# ARGV: fence, number, one byte a row (tier bit; + 8 to store), the rows' members.
 WRITE = """
 local fence = redis.call('GET', KEYS[1])
 if not fence then return -2 end
@@ -37,9 +37,10 @@ for i = 1, #ops do
     if now > 0 then word = string.char(floor((low + now) / 256), (low + now) % 256) end
     value = sub(value, 1, 2 * at) .. word .. sub(value, 2 * at + (held > 0 and 3 or 1))
     if value == '' then redis.call('DEL', key) else redis.call('SET', key, value) end
-    redis.call(stores and 'SADD' or 'SREM', KEYS[2 * i + 1], ARGV[3 + i])
     changed = changed + 1
   end
+  -- Also where the value was right already: a slice that Redis lost alone is filled again.
+  redis.call(stores and 'SADD' or 'SREM', KEYS[2 * i + 1], ARGV[3 + i])
 end
 return changed
 """
@@ -51,15 +52,40 @@ for i = 1, #KEYS do count = count + redis.call('SCARD', KEYS[i]) end
 return count
 """
 
-# KEYS: fence. ARGV: token. A writer that comes late does not take a newer one's number.
+# KEYS: fence. ARGV: token, slice bits of a number that has none. Answers its slice bits.
+# A writer that comes late does not take a newer one's number.
 FENCE = """
+local fence, bits = redis.call('GET', KEYS[1]), ARGV[2]
+if fence then
+  local at = string.find(fence, ':', 1, true)
+  if tonumber(string.sub(fence, 1, at - 1)) > tonumber(ARGV[1]) then return -1 end
+  bits = string.sub(fence, at + 1)
+end
+redis.call('SET', KEYS[1], ARGV[1] .. ':' .. bits)
+return tonumber(bits)
+"""
+
+# KEYS: fence, one new slice. ARGV: fence, members. What an earlier attempt left goes first.
+FILL_SLICE = """
 local fence = redis.call('GET', KEYS[1])
-if fence and tonumber(fence) > tonumber(ARGV[1]) then return -1 end
-redis.call('SET', KEYS[1], ARGV[1])
+if not fence then return -2 end
+if fence ~= ARGV[1] then return -1 end
+redis.call('DEL', KEYS[2])
+for i = 2, #ARGV do redis.call('SADD', KEYS[2], ARGV[i]) end
 return 0
 """
 
-# KEYS: fence. ARGV: token.
+# KEYS: fence, old slices. ARGV: old fence, new fence. From now on the new slices count.
+RESLICE = """
+local fence = redis.call('GET', KEYS[1])
+if not fence then return -2 end
+if fence ~= ARGV[1] then return -1 end
+redis.call('SET', KEYS[1], ARGV[2])
+for i = 2, #KEYS do redis.call('UNLINK', KEYS[i]) end
+return 0
+"""
+
+# KEYS: fence. ARGV: fence.
 UNFENCE = """
 if redis.call('GET', KEYS[1]) == ARGV[1] then redis.call('DEL', KEYS[1]) end
 return 0

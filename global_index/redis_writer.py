@@ -223,7 +223,7 @@ class RedisWriter:
             return mirrored
         self._drop(node_id)
         number = await self._registry.register(node.address, node.token, node_id)
-        await self._call(rows.claim, number, node.token)
+        await self._call(rows.claim, number, node.token, self._rows_in_a_tier(node.holder))
         mirrored = self._nodes[node_id] = _Mirrored(node.address, node.token, number)
         await self._publish(mirrored, node, self._record(mirrored, node))
         return mirrored
@@ -252,6 +252,10 @@ class RedisWriter:
                 self._index.unwatch(node.holder)
                 mirrored.holder, mirrored.is_equal = None, False
                 return
+        if rows.is_cut_too_coarsely(mirrored.number, self._rows_in_a_tier(node.holder)):
+            self._index.unwatch(node.holder)
+            mirrored.holder, mirrored.is_equal = None, False  # comparing cuts it anew
+            return
         known = mirrored.published
         if (
             known is None
@@ -271,6 +275,7 @@ class RedisWriter:
         self._index.watch(node.holder)
         view = node.view()
         record = self._record(mirrored, node)
+        grows = rows.is_cut_too_coarsely(mirrored.number, self._rows_in_a_tier(node.holder))
         own = {tier: _by_tag(self._index.rows(node.holder, tier)) for tier in Tier}
         for tag in range(len(TAGS)):
             theirs = await self._call(rows.rows_of_tag, mirrored.number, tag)
@@ -280,12 +285,18 @@ class RedisWriter:
                 changes.append(Change(tier, np.setdiff1d(theirs[tier], ours), stores=False))
                 changes.append(Change(tier, np.setdiff1d(ours, theirs[tier]), stores=True))
             self.counts.repaired += await self._apply(rows, mirrored.number, changes)
+            if grows:
+                ours_of_tag = {tier: own[tier][tag] for tier in Tier}
+                await self._call(rows.reslice, mirrored.number, tag, ours_of_tag)
             if self._nodes.get(node_id) is not mirrored:
                 return
         self.counts.compared += 1
         mirrored.is_equal, mirrored.is_comparing = True, False
         mirrored.audited_at = self._clock()
         await self._publish(mirrored, node, replace(record, view=view))
+
+    def _rows_in_a_tier(self, holder: Holder) -> int:
+        return max(self._index.digest(holder, tier).blocks for tier in Tier)
 
     async def _counts_match(
         self, rows: RedisIndex, mirrored: _Mirrored, expected: dict[Tier, int]

@@ -17,7 +17,7 @@ from emberkv_proto.types import IndexKey, Tier
 from global_index.index import Applied, Holder, Holding
 from global_index.naive_index import NaiveIndex
 from global_index.redis_index import FencedError, RedisIndex, RowsLostError, Token, windows
-from global_index.redis_schema import SLICES, TAGS, RedisSchema, keys_of, members_of
+from global_index.redis_schema import TAGS, RedisSchema, keys_of, members_of, slice_bits_for
 from global_index.redis_walk import ChainWalk, decode
 from tests.helpers.redis_server import RedisServer, redis_cluster, redis_server
 
@@ -153,6 +153,37 @@ async def test_writer_that_lost_its_number_changes_nothing(servers: list[RedisSe
         await new.check_integrity()
 
 
+async def test_number_that_has_grown_is_cut_into_more_slices(servers: list[RedisServer]) -> None:
+    async with client_of(servers) as client:
+        index = await opened(client)
+        await index.apply_stored(A, Tier.DRAM, chain(1, 40_001))
+        await index.apply_stored(A, Tier.SSD, chain(1, 1001))
+        assert index.is_cut_too_coarsely(A, 40_000)
+        late = RedisIndex(client, RedisSchema())
+        await late.claim(A, Token(1))
+        for tag in range(len(TAGS)):
+            rows = await index.rows_of_tag(A, tag)
+            await index.reslice(A, tag, rows)
+        assert not index.is_cut_too_coarsely(A, 40_000)
+        with pytest.raises(FencedError):
+            await late.apply_stored(A, Tier.DRAM, chain(50_000, 50_001))  # by the old cut
+        await index.apply_stored(A, Tier.DRAM, chain(40_001, 40_101))
+        await index.apply_removed(A, Tier.DRAM, chain(1, 101))
+        assert (await index.digest(A, Tier.DRAM)).blocks == 40_000
+        assert await index.count(A, Tier.SSD) == 1000
+        await index.check_integrity()
+        heir = RedisIndex(client, RedisSchema())
+        await heir.claim(A, Token(2))
+        assert (await heir.digest(A, Tier.DRAM)).blocks == 40_000
+        await heir.remove_holder(A)
+        await heir.release(A)
+        for number in (B, C):
+            await index.release(number)
+        for server in servers:
+            async with redis.asyncio.Redis(port=server.port) as one:
+                assert await one.dbsize() == 0
+
+
 async def test_emptied_redis_is_noticed_by_the_next_write(servers: list[RedisServer]) -> None:
     async with client_of(servers) as client:
         index = await opened(client)
@@ -214,7 +245,12 @@ def test_tags_spread_over_the_slots_of_any_even_cluster() -> None:
     for name, key in zip(schema.blocks(keys)[:100], keys[:100].tolist(), strict=True):
         assert name.startswith(b"ek{" + TAGS[key & 15].encode() + b"}")
         assert name.endswith(key.to_bytes(8, "little"))
-    assert len({schema.slice(0, A, Tier.DRAM, part) for part in range(SLICES)}) == SLICES
+    assert len(set(schema.slices(0, A, Tier.DRAM, 8))) == 256
+
+
+def test_slices_grow_in_count_with_the_rows() -> None:
+    assert [slice_bits_for(rows) for rows in (0, 4096, 4097, 8192, 1 << 20)] == [0, 0, 1, 1, 8]
+    assert slice_bits_for(1 << 40) == 12
 
 
 @pytest.mark.parametrize("blocks", [0, 1, 1023, 1024, 1025, 9216, 9217, 100_000])

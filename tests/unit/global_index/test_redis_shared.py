@@ -7,6 +7,7 @@ import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,16 +15,18 @@ import pytest
 import redis.asyncio
 
 from client_sdk import aio
-from emberkv_proto.errors import UnavailableError
+from emberkv_proto.errors import ConfigError, UnavailableError
 from emberkv_proto.hashing import block_hashes, index_keys
-from emberkv_proto.types import EngineInfo, NamespaceId, NodeHit, NodeId, Tier
+from emberkv_proto.types import EngineInfo, NamespaceId, NodeHit, NodeId, Tier, TierDigest
 from global_index.config import IndexSection
 from global_index.embedded import GlobalIndex
+from global_index.index import Holder
 from global_index.ingest import Exactness
 from global_index.membership import Liveness
+from global_index.metrics import IndexMetrics
 from global_index.redis_index import RedisIndex, Token
 from global_index.redis_registry import parse_registry
-from global_index.redis_schema import RedisSchema
+from global_index.redis_schema import TAGS, RedisSchema, keys_of
 from tests.helpers.event_publisher import EventPublisher, stored
 from tests.helpers.model_daemon import ModelDaemon, ModelServer, as_keys
 from tests.helpers.redis_server import RedisServer, redis_server
@@ -87,7 +90,6 @@ async def redis_equals(server: RedisServer, nodes: list[ModelServer]) -> bool:
     schema = RedisSchema()
     async with redis.asyncio.Redis(port=server.port, socket_timeout=5) as client:
         records = parse_registry(b"", await client.hgetall(schema.registry("records"))).records
-        rows = RedisIndex(client, schema)
         for node in nodes:
             record = records.get(NodeId(node.daemon.node_id))
             if record is None or record.view.exactness is not Exactness.EXACT:
@@ -97,11 +99,23 @@ async def redis_equals(server: RedisServer, nodes: list[ModelServer]) -> bool:
             ):
                 return False
             for tier, expected in node.daemon.rows.items():
-                digest = await rows.digest(record.number, tier)
+                digest = await digest_in_redis(client, record.number, tier)
                 xor = int(np.bitwise_xor.reduce(as_keys(expected), initial=0)) if expected else 0
                 if (digest.blocks, digest.xor) != (len(expected), xor):
                     return False
     return True
+
+
+async def digest_in_redis(client: Any, number: Holder, tier: Tier) -> TierDigest:
+    """Count and XOR of a number's rows, by its reverse sets, without claiming it."""
+    schema = RedisSchema()
+    blocks = xor = 0
+    for tag in range(len(TAGS)):
+        fence = await client.get(schema.fence(tag, number)) or b"0:0"
+        for name in schema.slices(tag, number, tier, int(fence.split(b":")[1])):
+            keys = keys_of(list(await client.smembers(name)))
+            blocks, xor = blocks + keys.size, xor ^ int(np.bitwise_xor.reduce(keys, initial=0))
+    return TierDigest(tier, blocks, xor)
 
 
 def expected_hits(nodes: list[ModelServer]) -> set[NodeHit]:
@@ -149,6 +163,32 @@ async def test_two_routers_share_the_daemons_and_answer_alike(server: RedisServe
             nodes[3].daemon.store(Tier.DRAM, range(131, 180))
             await all_answer([first, second], nodes)
             await until(lambda: redis_equals(server, nodes))
+
+
+async def test_metrics_say_how_redis_fares(server: RedisServer, tmp_path: Path) -> None:
+    password = tmp_path / "password"
+    password.write_text("secret\n")
+    async with redis.asyncio.Redis(port=server.port) as client:
+        await client.config_set("requirepass", "secret")
+    async with daemons(1) as nodes, sharing(server, nodes, redis_password_file=password) as index:
+        registry = IndexMetrics(index).registry
+
+        def sample(name: str) -> float | None:
+            return registry.get_sample_value(f"emberkv_index_redis_{name}")
+
+        await until(lambda: asyncio.sleep(0, sample("exact_nodes") == 1.0))
+        assert (sample("up"), sample("leases"), sample("writers")) == (1.0, 1.0, 1.0)
+        assert sample("link_connects_total") == 1.0
+        assert sample("writer_repaired_total") == 131.0
+
+
+def test_a_password_in_the_url_and_a_foreign_scheme_are_refused() -> None:
+    for url in ("redis://user:secret@host", "http://host:6379", "redis://"):
+        with pytest.raises(ValueError, match="redis_url"):
+            IndexSection(redis_url=url)
+    with pytest.raises(ConfigError, match="redis_password_file"):
+        IndexSection(redis_password_file=Path("/nowhere")).password()
+    assert "secret" not in repr(IndexSection(redis_password="secret"))
 
 
 async def test_dead_routers_daemons_are_taken_over(server: RedisServer) -> None:
@@ -248,8 +288,6 @@ async def test_forged_records_and_values_are_ignored_and_counted(server: RedisSe
         await until(lambda: redis_equals(server, nodes))
         schema = RedisSchema()
         forger = RedisIndex(client, schema)
-        from global_index.index import Holder
-
         await forger.claim(Holder(77), Token(1))
         await forger.apply_stored(Holder(77), Tier.DRAM, CHAIN)
         await client.hset(schema.registry("records"), "evil", b'{"number": 77, "node": "evil"}')
@@ -268,7 +306,7 @@ async def test_drifted_rows_are_found_by_the_audit_and_repaired(server: RedisSer
         async with redis.asyncio.Redis(port=server.port) as client:
             key = as_keys([5])
             await client.delete(
-                schema.blocks(key)[0], schema.slices_of(5, _number(index), [Tier.DRAM], key)[0]
+                schema.blocks(key)[0], schema.slices_of(5, _number(index), [Tier.DRAM], 0, key)[0]
             )
         await until(lambda: redis_equals(server, nodes))
         assert index.shared is not None
@@ -309,6 +347,19 @@ async def test_overflowing_queue_costs_a_comparison_and_no_rows(server: RedisSer
             nodes[0].daemon.store(Tier.DRAM, range(start, start + 1000))
         await until(lambda: redis_equals(server, nodes))
         assert index.shared.writer.counts.compared > compared
+
+
+async def test_growing_node_is_cut_into_more_slices_and_loses_nothing(server: RedisServer) -> None:
+    async with daemons(1) as nodes, sharing(server, nodes) as index:
+        await until(lambda: redis_equals(server, nodes))
+        for start in range(1000, 41_000, 4000):
+            nodes[0].daemon.store(Tier.DRAM, range(start, start + 4000))
+        await until(lambda: redis_equals(server, nodes))
+        assert index.shared is not None
+        number = index.shared.writer.alive_numbers()[0]
+        async with redis.asyncio.Redis(port=server.port) as client:
+            fences = [await client.get(RedisSchema().fence(tag, number)) for tag in range(16)]
+        assert all(int(fence.split(b":")[1]) >= 2 for fence in fences)
 
 
 async def test_random_events_and_failures_end_with_redis_equal_to_the_daemons(
