@@ -108,7 +108,7 @@ ci: redis-server lint type proto-check test demo test-vllm kube-control-plane te
 RUNS ?= 1000
 SEED ?= 1
 index-model: setup ## RUNS random histories from SEED on against each index backend
-	@for backend in memory dict; do \
+	@for backend in memory dict redis; do \
 	  $(BIN)/python -m tests.model.index_runs --runs $(RUNS) --seed $(SEED) --backend $$backend || exit 1; \
 	done
 

@@ -12,12 +12,15 @@ import random
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from global_index.dict_index import DictIndex
 from global_index.index import BlockIndex
 from global_index.memory_index import MemoryIndex
 from global_index.naive_index import NaiveIndex
+from tests.helpers.redis_server import redis_server
+from tests.model.redis_channel import WEIGHTED_WITH_REDIS, RedisChannel, redis_runs
 from tests.model.unreliable_channel import LENGTHS, WEIGHTED, UnreliableChannel
 
 CAPACITY_BLOCKS = 1024
@@ -26,14 +29,25 @@ MAKERS: dict[str, Callable[[int], BlockIndex]] = {
     "dict": DictIndex,
     "naive": NaiveIndex,
 }
+BACKENDS = (*MAKERS, "redis")
+Run = Callable[[int], UnreliableChannel]
+"""Plays the history of a seed. Raises AssertionError when the index is not what the oracle says."""
 
 
-def one_run(backend: str, seed: int) -> UnreliableChannel:
-    """Raises AssertionError when the index is not what the oracle says."""
+@contextmanager
+def runner(backend: str) -> Iterator[Run]:
+    """Runs with this backend; for Redis all with one real server."""
+    if backend == "redis":
+        with redis_server() as server, redis_runs(server) as runs:
+            yield lambda seed: _played(RedisChannel(runs, seed), WEIGHTED_WITH_REDIS, seed)
+    else:
+        make = MAKERS[backend]
+        yield lambda seed: _played(UnreliableChannel(make(CAPACITY_BLOCKS), seed), WEIGHTED, seed)
+
+
+def _played(channel: UnreliableChannel, steps: Sequence[str], seed: int) -> UnreliableChannel:
     choose = random.Random(seed)
-    script = choose.choices(WEIGHTED, k=choose.randint(*LENGTHS))
-    channel = UnreliableChannel(MAKERS[backend](CAPACITY_BLOCKS), seed)
-    channel.run(script)
+    channel.run(choose.choices(steps, k=choose.randint(*LENGTHS)))
     return channel
 
 
@@ -41,16 +55,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=1, help="of the first run; the others follow")
-    parser.add_argument("--backend", choices=[*MAKERS], default="memory")
+    parser.add_argument("--backend", choices=BACKENDS, default="memory")
     options = parser.parse_args()
     logging.disable(logging.WARNING)
     started, failed, repairs = time.monotonic(), [], 0
-    for seed in range(options.seed, options.seed + options.runs):
-        try:
-            repairs += one_run(options.backend, seed).bucket_repairs
-        except Exception:  # noqa: PERF203
-            failed.append(seed)
-            traceback.print_exc()
+    with runner(options.backend) as run:
+        for seed in range(options.seed, options.seed + options.runs):
+            try:
+                repairs += run(seed).bucket_repairs
+            except Exception:  # noqa: PERF203
+                failed.append(seed)
+                traceback.print_exc()
     print(
         f"backend {options.backend}: {options.runs} runs from seed {options.seed},"
         f" {len(failed)} failed, {repairs} bucket repairs, {time.monotonic() - started:.0f} s"

@@ -1,16 +1,17 @@
-"""A bounded number of the runs of `tests.model.index_runs` with each backend of one process."""
+"""A bounded number of the runs of `tests.model.index_runs` with each backend."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.model.index_runs import one_run
+from tests.model.index_runs import runner
 
-RUNS = {"memory": 60, "dict": 80, "naive": 60}
+RUNS = {"memory": 150, "dict": 150, "naive": 100, "redis": 15}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", RUNS)
 def test_index_follows_random_histories_through_an_unreliable_channel(backend: str) -> None:
-    runs = [one_run(backend, seed) for seed in range(1, RUNS[backend] + 1)]
+    with runner(backend) as run:
+        runs = [run(seed) for seed in range(1, RUNS[backend] + 1)]
     assert sum(run.bucket_repairs for run in runs) >= RUNS[backend] // 3, "drift was not repaired"
