@@ -114,7 +114,7 @@ index-model: setup ## RUNS random histories from SEED on against each index back
 
 PAUSE ?= 30
 index-campaign: setup ## kill and stop daemons, routers and Redis under load; every index must be exact again
-	$(BIN)/python -m tests.process.index_campaign --pause $(PAUSE) --seed $(SEED)
+	$(BIN)/python -m tests.process.index_campaign --pause $(PAUSE) --seed $(SEED) --redis
 
 LOOPS ?= 100
 crash: setup ## kill -9 a loaded daemon LOOPS times and check that nothing acknowledged is lost

@@ -6,7 +6,7 @@ import pytest
 
 from tests.model.index_runs import runner
 
-RUNS = {"memory": 150, "dict": 150, "naive": 100, "redis": 15}
+RUNS = {"memory": 60, "dict": 80, "naive": 50, "redis": 10}
 
 
 @pytest.mark.slow

@@ -1,14 +1,15 @@
-"""Daemons, routers and an index hurt one after the other under load, and what must hold after each.
+"""Daemons, routers, index and Redis hurt one by one under load, and what must hold after each.
 
-    python -m tests.process.index_campaign --pause 30 --seed 7
+    python -m tests.process.index_campaign --pause 30 --seed 7 --redis
 
-Three daemons, two routers with an index each, and an index alone. Each is killed (-9) and started
-again, and stopped (SIGSTOP) for a while and let go on, while engines write and read on every node
-and requests go through both routers. After each blow, counted from the moment when what was hurt
-is back:
+Three daemons, two routers with an index each, and an index alone; with --redis the three share
+the daemons through a real Redis, so that each answers for nodes that others follow. Each is killed
+(-9) and started again, and stopped (SIGSTOP) for a while and let go on, and Redis is emptied, while
+engines write and read on every node and requests go through both routers. After each blow, counted
+from the moment when what was hurt is back:
 
 * astray: within BOUND_SECONDS every index is exact about every node, its digests and the hits of
-  sample chains are those of the node's own catalog,
+  sample chains are those of the node's own catalog, and so are the rows in Redis,
 * unserved: no request failed, but for those at a router that was down (the other one took them),
 * corrupt: no read brought other bytes than were written.
 """
@@ -28,8 +29,10 @@ from pathlib import Path
 
 from tests.helpers.agreement import await_agreement, wrong_hits
 from tests.helpers.cluster import Cluster, NodeProcess, RouterProcess, wait_until
+from tests.helpers.redis_rows import flush, redis_differences
+from tests.helpers.redis_server import RedisServer, redis_server
 from tests.helpers.server_process import ServerProcess
-from tests.process.index_load import CHAINS, NodeLoad, RequestLoad, chain_of_node, fake_engines
+from tests.process.index_load import NodeLoad, RequestLoad, chain_of_node, fake_engines
 
 BOUND_SECONDS = 10.0
 """Stated in docs/index.md."""
@@ -76,13 +79,17 @@ def run_campaign(
     seed: int,
     bound_seconds: float = BOUND_SECONDS,
     is_short: bool = False,
+    redis: RedisServer | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> Report:
     """Hurt each server in turn. A short one spares the lone index and stops one of a kind."""
     report = Report()
-    with _cluster(directory) as (cluster, loads, requests):
-        _await_views(cluster, 60.0)
-        for blow in _blows(cluster, pause_seconds, is_short, random.Random(seed)):
+    with _cluster(directory, redis) as (cluster, loads, requests):
+        blows = _blows(cluster, pause_seconds, is_short)
+        if redis is not None:
+            blows += _blows_on_redis(redis, pause_seconds)
+        random.Random(seed).shuffle(blows)
+        for blow in blows:
             time.sleep(LOAD_SECONDS)
             if blow.router:
                 requests.strike(blow.router)
@@ -95,7 +102,7 @@ def run_campaign(
             for load in loads:
                 load.hold()
             try:
-                found = _await_views(cluster, bound_seconds)
+                found = _await_views(cluster, redis, bound_seconds)
             except AssertionError as error:
                 found = [f"astray: {error}"]
             seconds = report.agreed_seconds[blow.name] = time.monotonic() - healed
@@ -112,7 +119,9 @@ def run_campaign(
 
 
 @contextmanager
-def _cluster(directory: Path) -> Iterator[tuple[Cluster, list[NodeLoad], RequestLoad]]:
+def _cluster(
+    directory: Path, redis: RedisServer | None
+) -> Iterator[tuple[Cluster, list[NodeLoad], RequestLoad]]:
     """A cluster under load, which ends first."""
     with ExitStack() as stack:
         engines = stack.enter_context(fake_engines(NODES))
@@ -123,7 +132,10 @@ def _cluster(directory: Path) -> Iterator[tuple[Cluster, list[NodeLoad], Request
                 routers=ROUTERS,
                 dram_blocks=60,
                 ssd_blocks=90,
-                index_settings={"index.gone_seconds": 3.0},
+                index_settings={
+                    "index.gone_seconds": 3.0,
+                    **(_redis_settings(redis) if redis is not None else {}),
+                },
                 router_settings={
                     "router.engines": json.dumps([{"url": engine.url} for engine in engines]),
                 },
@@ -138,11 +150,17 @@ def _cluster(directory: Path) -> Iterator[tuple[Cluster, list[NodeLoad], Request
         yield cluster, loads, requests
 
 
-def _blows(
-    cluster: Cluster, pause_seconds: float, is_short: bool, choose: random.Random
-) -> list[Blow]:
+def _redis_settings(redis: RedisServer) -> dict[str, object]:
+    return {
+        "index.redis_url": redis.url,
+        "index.redis_lease_seconds": 1.0,
+        "index.redis_query_seconds": 0.25,  # the machine may be busy
+    }
+
+
+def _blows(cluster: Cluster, pause_seconds: float, is_short: bool) -> list[Blow]:
     servers: list[ServerProcess] = [*cluster.nodes, *cluster.routers]
-    paused: list[ServerProcess] = [choose.choice(cluster.nodes), choose.choice(cluster.routers)]
+    paused: list[ServerProcess] = [cluster.nodes[0], cluster.routers[0]]
     if not is_short:
         servers.append(cluster.index)
         paused = servers
@@ -152,8 +170,15 @@ def _blows(
     blows += [
         Blow(f"stop of {_name(s)}", s.pause, pause_seconds, s.resume, _router(s)) for s in paused
     ]
-    choose.shuffle(blows)
     return blows
+
+
+def _blows_on_redis(redis: RedisServer, pause_seconds: float) -> list[Blow]:
+    return [
+        Blow("kill of Redis", redis.kill, LOAD_SECONDS, redis.start_again),
+        Blow("stop of Redis", redis.stop, pause_seconds, redis.go_on),
+        Blow("emptying of Redis", lambda: flush(redis.url), 0.0, lambda: None),
+    ]
 
 
 def _name(server: ServerProcess) -> str:
@@ -164,35 +189,43 @@ def _router(server: ServerProcess) -> RouterProcess | None:
     return server if isinstance(server, RouterProcess) else None
 
 
-def _await_views(cluster: Cluster, seconds: float) -> list[str]:
-    """Wait until every index agrees with every node; return hits that are wrong all the same.
+def _await_views(cluster: Cluster, redis: RedisServer | None, seconds: float) -> list[str]:
+    """Wait until every index, and Redis, agrees with every node; return what does not in time.
 
-    Raises AssertionError with the last differences.
+    Raises AssertionError with the differences of an index's counts.
     """
     deadline = time.monotonic() + seconds
     for node in cluster.nodes:
         wait_until(node.is_at_rest, f"{node.name} is at rest", seconds)
-    wrong: list[str] = []
     views = [cluster.index.address, *(r.endpoint["index_address"] for r in cluster.routers)]
-    for place, node in enumerate(cluster.nodes):
-        chains = [chain_of_node(number, place) for number in range(CHAINS)][:SAMPLE]
-        for view in views:
-            left = max(0.1, deadline - time.monotonic())
-            catalog = await_agreement(view, node.grpc_address, left)
-            wrong += wrong_hits(view, catalog, chains)
-    return wrong
+    while True:
+        wrong: list[str] = []
+        for place, node in enumerate(cluster.nodes):
+            chains = [chain_of_node(number, place) for number in range(SAMPLE)]
+            for view in views:
+                left = max(0.1, deadline - time.monotonic())
+                catalog = await_agreement(view, node.grpc_address, left)
+                wrong += wrong_hits(view, catalog, chains)
+            if redis is not None:
+                wrong += redis_differences(redis.url, catalog)
+        if not wrong or time.monotonic() > deadline:
+            return wrong
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pause", type=float, default=30.0, help="seconds of each SIGSTOP")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--redis", action="store_true", help="share the index through Redis")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="emberkv-index-") as directory:
+    with ExitStack() as stack:
+        redis = stack.enter_context(redis_server()) if options.redis else None
+        directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="emberkv-index-"))
         report = run_campaign(
             Path(directory),
             pause_seconds=options.pause,
             seed=options.seed,
+            redis=redis,
             say=lambda line: print(line, flush=True),
         )
     print(report)
