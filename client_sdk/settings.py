@@ -54,15 +54,22 @@ class TlsFiles:
     cert: Path
     key: Path
     ca: Path
+    server_name: str = ""
+    """Must stand in the certificates of those it calls; empty: the host it calls them by."""
 
 
-def tls_files_of(cert: Path | None, key: Path | None, ca: Path | None) -> TlsFiles | None:
+def tls_files_of(
+    cert: Path | None, key: Path | None, ca: Path | None, server_name: str = ""
+) -> TlsFiles | None:
     """All three or none. Raises ValueError, for a section's validator to pass on."""
     if cert is not None and key is not None and ca is not None:
-        return TlsFiles(cert, key, ca)
-    if cert is None and key is None and ca is None:
+        return TlsFiles(cert, key, ca, server_name)
+    if cert is None and key is None and ca is None and not server_name:
         return None
-    raise ValueError("tls_cert_file, tls_key_file and tls_ca_file go together: set all or none")
+    raise ValueError(
+        "tls_cert_file, tls_key_file and tls_ca_file go together: set all, or none and no"
+        " tls_server_name"
+    )
 
 
 S = TypeVar("S", bound=Settings)

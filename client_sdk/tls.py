@@ -1,7 +1,8 @@
 """Mutual TLS between our processes: three PEM files, for what one serves and what it calls.
 
 Who has a certificate of the CA may connect, on either side. A name check applies as everywhere:
-the host by which a server is called must stand in its certificate.
+the host by which a server is called must stand in its certificate, or the one name that was agreed
+on for all servers (`tls_server_name`).
 """
 
 from __future__ import annotations
@@ -22,12 +23,19 @@ class Tls:
     cert: bytes
     key: bytes
     ca: bytes
+    server_name: str = ""
+    """Of whom this process calls; empty: the host it calls them by."""
 
     @classmethod
     def read(cls, files: TlsFiles) -> Tls:
         """Raises ConfigError: a file cannot be read or is no PEM, or key and certificate differ."""
         try:
-            content = cls(files.cert.read_bytes(), files.key.read_bytes(), files.ca.read_bytes())
+            content = cls(
+                files.cert.read_bytes(),
+                files.key.read_bytes(),
+                files.ca.read_bytes(),
+                files.server_name,
+            )
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             context.load_cert_chain(files.cert, files.key, password=_no_password)
             context.load_verify_locations(files.ca)
@@ -60,7 +68,8 @@ def open_channel(
     """A channel to host:port, with TLS if there is any. Connects when it is used."""
     if tls is None:
         return grpc.aio.insecure_channel(address, options=options)
-    return grpc.aio.secure_channel(address, tls.channel_credentials(), options=options)
+    names = (("grpc.ssl_target_name_override", tls.server_name),) if tls.server_name else ()
+    return grpc.aio.secure_channel(address, tls.channel_credentials(), options=(*options, *names))
 
 
 def bind(server: grpc.aio.Server, address: str, tls: Tls | None) -> int:

@@ -44,6 +44,9 @@ class IndexSection(RedisKeys):
     tls_key_file: Path | None = None
     tls_ca_file: Path | None = None
     """Who has a certificate of this CA may connect."""
+    tls_server_name: str = ""
+    """The name that others' certificates must have; empty: the host of their address. For pods,
+    whose addresses stand in no certificate."""
     metrics_port: Port = 7201
     """HTTP /metrics, /health, /ready and the calls of docs/index-http.md on `host`. 0 picks a free
     port."""
@@ -88,7 +91,9 @@ class IndexSection(RedisKeys):
         return address
 
     def tls_files(self) -> TlsFiles | None:
-        return tls_files_of(self.tls_cert_file, self.tls_key_file, self.tls_ca_file)
+        return tls_files_of(
+            self.tls_cert_file, self.tls_key_file, self.tls_ca_file, self.tls_server_name
+        )
 
     @model_validator(mode="after")
     def _ordered(self) -> IndexSection:

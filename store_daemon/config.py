@@ -52,6 +52,9 @@ class DaemonSection(Section):
     tls_key_file: Path | None = None
     tls_ca_file: Path | None = None
     """Who has a certificate of this CA may connect."""
+    tls_server_name: str = ""
+    """The name that others' certificates must have; empty: the host of their address. For pods,
+    whose addresses stand in no certificate."""
     index_address: str = ""
     """host:port of the global index (or the router that embeds it); empty means no peer pulls."""
     heartbeat_seconds: Seconds = 1.0
@@ -79,7 +82,9 @@ class DaemonSection(Section):
         return LogStyle(self.log_level, self.log_format)
 
     def tls_files(self) -> TlsFiles | None:
-        return tls_files_of(self.tls_cert_file, self.tls_key_file, self.tls_ca_file)
+        return tls_files_of(
+            self.tls_cert_file, self.tls_key_file, self.tls_ca_file, self.tls_server_name
+        )
 
 
 class DramSection(Section):

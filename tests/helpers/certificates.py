@@ -25,8 +25,8 @@ class Authority:
         subject = ["-subj", f"/CN={name}", "-days", "2"]
         _openssl("req", "-x509", *_new_key(self._key), *subject, "-out", str(self.cert))
 
-    def issue(self, name: str) -> TlsFiles:
-        """A certificate for 127.0.0.1, its key, and this authority to trust."""
+    def issue(self, name: str, host: str = HOST) -> TlsFiles:
+        """A certificate for 127.0.0.1, or `host`, its key, and this authority to trust."""
         base = self.directory / f"{self._name}-{name}"
         key, request, cert = (
             base.with_suffix(".key"),
@@ -34,7 +34,7 @@ class Authority:
             base.with_suffix(".pem"),
         )
         extensions = base.with_suffix(".ext")
-        extensions.write_text(HOST + "\n")
+        extensions.write_text(host + "\n")
         _openssl("req", *_new_key(key), "-subj", f"/CN={name}", "-out", str(request))
         signer = ["-CA", str(self.cert), "-CAkey", str(self._key), "-CAcreateserial"]
         where = ["-in", str(request), "-out", str(cert), "-extfile", str(extensions)]

@@ -9,9 +9,26 @@ import yaml
 from tests.helpers.manifests import CHART, KUSTOMIZE, ROOT, find, parse
 
 TEXT = (ROOT / "docs/kubernetes.md").read_text()
-PARTS = ("store", "router", "index", "vllm", "monitoring", "networkPolicy", "user", "image")
-# Settings of our own file that the text names beside the chart's values.
-SETTINGS = {"index.resolve_seconds", "index.gone_seconds", "index.suspect_seconds"}
+PARTS = (
+    "tls",
+    "redis",
+    "store",
+    "router",
+    "index",
+    "vllm",
+    "monitoring",
+    "networkPolicy",
+    "user",
+    "image",
+)
+# Settings of our own file, and keys of a Secret, that the text names beside the chart's values.
+SETTINGS = {
+    "tls.crt",
+    "tls.key",
+    "index.resolve_seconds",
+    "index.gone_seconds",
+    "index.suspect_seconds",
+}
 
 
 def rows(heading: str) -> list[list[str]]:

@@ -50,6 +50,11 @@ VALUES: dict[str, Manifest] = {
             "ssd": {"hostPaths": ["/mnt/a/emberkv", "/mnt/b/emberkv"]},
         }
     },
+    "secured": {
+        "tls": {"secret": "emberkv-tls"},
+        "redis": {"url": "rediss://valkey.redis.svc:6379", "passwordSecret": "valkey"},
+        "index": {"enabled": True},
+    },
     "least": {
         "store": {"ssd": {"capacityMi": 0}, "prepareHostPaths": False},
         "router": {"enabled": False},
@@ -240,6 +245,31 @@ def test_all_paths_of_the_daemon_lie_on_the_node(tmp_path: Path) -> None:
         "/mnt/a/emberkv",
         "/mnt/b/emberkv",
     ]
+
+
+def test_tls_files_and_the_redis_of_the_values_reach_every_part(tmp_path: Path) -> None:
+    manifests = rendered("secured", tmp_path)
+    store = effective(manifests, "store", tmp_path)
+    router, index = (effective(manifests, part, tmp_path) for part in ("router", "index"))
+    assert isinstance(store, DaemonSettings)
+    assert isinstance(router, RouterSettings)
+    assert isinstance(index, IndexSettings)
+    for section in (store.daemon, router.index, index.index):
+        files = section.tls_files()
+        assert files is not None
+        assert {files.cert.parent, files.key.parent, files.ca.parent} == {Path("/tls")}
+        assert files.server_name == "emberkv"
+    for spec in pod_specs(manifests).values():
+        (mount,) = [m for m in spec["containers"][0]["volumeMounts"] if m["name"] == "tls"]
+        assert mount["mountPath"] == "/tls"
+        (volume,) = [v for v in spec["volumes"] if v["name"] == "tls"]
+        assert volume["secret"] == {"secretName": "emberkv-tls", "defaultMode": 0o400}
+        assert spec["securityContext"]["fsGroup"] == spec["securityContext"]["runAsGroup"]
+    for part in (router, index):
+        assert part.index.redis_url == "rediss://valkey.redis.svc:6379"
+        assert (
+            part.index.redis_password.get_secret_value() == "10.1.2.3"
+        )  # what stands for a secret
 
 
 @pytest.mark.parametrize(("values", "is_huge"), [("defaults", False), ("huge-pages", True)])

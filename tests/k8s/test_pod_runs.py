@@ -88,6 +88,17 @@ def test_an_upgraded_pod_serves_what_the_old_one_held(site: Site) -> None:
     store.stop(allowed)
 
 
+def test_an_operator_in_the_pod_needs_no_token(site: Site) -> None:
+    """As the chart's notes say: `kubectl exec`, the pod's own configuration, loopback."""
+    pod, _ = site.start_store()
+    port = pod.container("store")["ports"][0]["containerPort"]
+    where = ("--config", "/etc/emberkv/emberkv.yaml", "--address", f"127.0.0.1:{port}")
+    asked = site.start(pod, "store", "python", "-m", "client_sdk.cli.main", "status", *where)
+    assert asked.finish(60) == 0, asked.output()
+    assert "node-1" in asked.output()
+    assert "serving" in asked.output()
+
+
 def test_a_router_finds_the_daemon_by_its_services_name(site: Site) -> None:
     site.start_store()
     _engine(site, "write", range(3))

@@ -70,6 +70,27 @@ async def test_only_who_has_a_certificate_of_the_ca_gets_in(
             await state_of(address, wary)
 
 
+async def test_one_name_may_stand_for_all_servers(authority: Authority) -> None:
+    """As where all pods have the certificate of one Secret, and each an address of its own."""
+    shared = authority.issue("pods", "subjectAltName=DNS:emberkv")
+    with peer_node(NAMESPACE, tls=Tls.read(shared)) as node:
+        with pytest.raises(UnavailableError):
+            await state_of(node.grpc_address, Tls.read(shared))
+        for name, is_right in (("emberkv", True), ("other", False)):
+            tls = Tls.read(dataclasses.replace(shared, server_name=name))
+            if is_right:
+                assert await state_of(node.grpc_address, tls) == "serving"
+            else:
+                with pytest.raises(UnavailableError):
+                    await state_of(node.grpc_address, tls)
+
+
+def test_a_server_name_without_certificates_is_refused() -> None:
+    for section in (DaemonSection, IndexSection):
+        with pytest.raises(ValueError, match="go together"):
+            section(tls_server_name="emberkv")
+
+
 async def test_peers_lease_over_tls(authority: Authority) -> None:
     hashes = chain(NAMESPACE, 3)
     with peer_node(NAMESPACE, tls=Tls.read(authority.issue("owner"))) as node:

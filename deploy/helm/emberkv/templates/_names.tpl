@@ -37,6 +37,10 @@ capabilities: {drop: [ALL]}
 runAsNonRoot: true
 runAsUser: {{ .Values.user.uid }}
 runAsGroup: {{ .Values.user.gid }}
+{{- if or .Values.tls.secret .Values.store.operatorTokenSecret }}
+fsGroup: {{ .Values.user.gid }}
+fsGroupChangePolicy: OnRootMismatch
+{{- end }}
 seccompProfile: {type: RuntimeDefault}
 {{- end -}}
 
@@ -57,6 +61,36 @@ seccompProfile: {type: RuntimeDefault}
 {{- end }}
 {{- end -}}
 
+{{/* Of sections daemon and index alike. */}}
+{{- define "emberkv.tlsKeys" -}}
+tls_cert_file: /tls/tls.crt
+tls_key_file: /tls/tls.key
+tls_ca_file: /tls/ca.crt
+tls_server_name: {{ .Values.tls.serverName | quote }}
+{{- end -}}
+
+{{- define "emberkv.tlsMount" -}}
+{{- if .Values.tls.secret }}
+- {name: tls, mountPath: /tls, readOnly: true}
+{{- end }}
+{{- end -}}
+
+{{- define "emberkv.tlsVolume" -}}
+{{- if .Values.tls.secret }}
+- name: tls
+  secret: {secretName: {{ .Values.tls.secret }}, defaultMode: 0400}
+{{- end }}
+{{- end -}}
+
+{{/* What routers and indexes have in their environment. */}}
+{{- define "emberkv.indexEnvironment" -}}
+- {name: NUMBA_CACHE_DIR, value: /tmp/numba}
+{{- if .Values.redis.passwordSecret }}
+- name: EMBERKV_INDEX__REDIS_PASSWORD
+  valueFrom: {secretKeyRef: {name: {{ .Values.redis.passwordSecret }}, key: password}}
+{{- end }}
+{{- end -}}
+
 {{/* The configuration files. What the user writes in `config` wins. */}}
 {{- define "emberkv.storeConfig" -}}
 {{- $store := .Values.store -}}
@@ -74,6 +108,7 @@ seccompProfile: {type: RuntimeDefault}
   "index_address" (printf "%s-index.%s.svc:%d" (include "emberkv.name" .) .Release.Namespace (int64 .Values.index.ports.grpc))
   "drain_seconds" $store.drainSeconds
   "log_format" "json" -}}
+{{- if .Values.tls.secret }}{{ $daemon = merge $daemon (include "emberkv.tlsKeys" . | fromYaml) }}{{ end -}}
 {{- if $store.operatorTokenSecret }}{{ $_ := set $daemon "operator_token_file" "/token/token" }}{{ end -}}
 {{- $mib := int64 1048576 -}}
 {{- $dram := dict "path" "/pool/pool" "capacity_bytes" (mul $mib (int64 $store.pool.capacityMi)) -}}
@@ -96,6 +131,12 @@ port: {{ int64 .Values.index.ports.grpc }}
 metrics_port: {{ int64 .Values.index.ports.metrics }}
 nodes: ["dns:///{{ include "emberkv.storeName" . }}.{{ .Release.Namespace }}.svc:{{ int64 .Values.store.ports.grpc }}"]
 log_format: json
+{{- if .Values.tls.secret }}
+{{ include "emberkv.tlsKeys" . }}
+{{- end }}
+{{- if .Values.redis.url }}
+redis_url: {{ .Values.redis.url | quote }}
+{{- end }}
 {{- end -}}
 
 {{- define "emberkv.routerConfig" -}}
