@@ -22,7 +22,8 @@ from emberkv_proto.events import BlocksRemoved, BlocksStored, Event, Keys
 from emberkv_proto.types import EngineHit, EngineInfo, IndexKey, NodeId, Tier, TierDigest
 from global_index.hbm.decoding import decode_message
 from global_index.hbm.endpoints import check_endpoint
-from global_index.hbm.rows import ChainForm, EngineRows, RowCounts
+from global_index.hbm.places import ChainForm
+from global_index.hbm.rows import EngineRows, RowCounts
 from global_index.hbm.sequence import EventSequence, Verdict
 from global_index.holders import HolderPool
 from global_index.index import BlockIndex, Holder, HolderHit

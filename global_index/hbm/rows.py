@@ -11,16 +11,14 @@ waits for it. All memory is bounded; what does not fit is counted and costs hits
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
-from emberkv_proto.errors import InvalidRequestError
 from emberkv_proto.events import BlocksRemoved, BlocksStored, Event
-from emberkv_proto.hashing import ExtraKey, block_hashes, chain_root, index_key
-from emberkv_proto.request_keys import adapter_key, media_key, salt_bytes
-from emberkv_proto.types import BlockHash, NamespaceId, Tier
+from emberkv_proto.hashing import index_key
+from emberkv_proto.types import BlockHash, Tier
 from global_index.hbm.events import (
     EngineCleared,
     EngineEvent,
@@ -28,6 +26,7 @@ from global_index.hbm.events import (
     EngineRemoved,
     EngineStored,
 )
+from global_index.hbm.places import NOWHERE, ChainForm, Part, Place, Placing, Start
 
 MAX_RESIDENT_BLOCKS = 1 << 20
 """Engine blocks of one engine and group that are followed."""
@@ -36,19 +35,6 @@ MAX_IDLE_BLOCKS = 1 << 14
 MAX_PENDING_BLOCKS = 1 << 13
 """Waiting for a parent."""
 MAX_GROUPS = 64
-_TOKEN_BYTES = 4
-
-
-@dataclass(frozen=True, slots=True)
-class ChainForm:
-    """What an engine's hashes of ours are made of, beside the tokens."""
-
-    namespace_id: NamespaceId
-    block_tokens: int
-    engine_block_tokens: int = 0
-    """0: taken from the first event."""
-    adapters: tuple[tuple[str, str], ...] = ()
-    """Name and weights id of each adapter that is known; blocks of others are not indexed."""
 
 
 @dataclass(slots=True)
@@ -70,26 +56,6 @@ class RowCounts:
     orphans: int = 0
     """Given up: the parent did not come in time."""
     unmatched_removals: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class _Link:
-    """Where an engine block stands in our chain."""
-
-    whole: BlockHash | None
-    """Of our last block that ends at or before the end of this one; None: no hash is possible."""
-    tail: bytes = b""
-    """Packed tokens after that, this engine block included. Empty: our block ends here."""
-    keys: tuple[ExtraKey, ...] = ()
-    """Media of the tail."""
-    members: tuple[EngineHash, ...] = ()
-    """The engine blocks before this one that begin in the same block of ours."""
-    missing: int = 0
-    """How many of the members are not resident; kept where our block ends."""
-
-    @property
-    def ends_block(self) -> bool:
-        return self.whole is not None and not self.tail
 
 
 class _Changes:
@@ -126,19 +92,24 @@ class EngineRows:
     """The rows of one engine and data-parallel rank. O(blocks) per event, one thread."""
 
     def __init__(self, form: ChainForm) -> None:
-        self._form = form
+        self._block_tokens = form.block_tokens
         self._engine_block_tokens = form.engine_block_tokens
-        self._adapters = {name: adapter_key(name, weights) for name, weights in form.adapters}
+        self._placing = Placing(form)
         self._copies: dict[int, dict[EngineHash, int]] = {}
         """For each counted group, how often each block was stored and not removed."""
-        self._known: dict[EngineHash, _Link] = {}
+        self._whole: dict[EngineHash, BlockHash | None] = {}
+        """For each known block our last hash at its end; None: no hash is possible."""
+        self._parts: dict[EngineHash, Part] = {}
+        """Of known blocks that share a block of ours with others."""
         self._idle: OrderedDict[EngineHash, None] = OrderedDict()
-        self._ends_of: dict[EngineHash, set[EngineHash]] = {}
+        self._ends_of: dict[EngineHash, set[EngineHash] | EngineHash] = {}
         """For each member, the engine blocks where blocks of ours end that need it."""
         self._pending: OrderedDict[EngineHash, list[EngineStored]] = OrderedDict()
         self._pending_blocks = 0
-        self._rows: dict[int, int] = {}
-        """Index key of each row, and how many engine blocks end it."""
+        self._rows: set[int] = set()
+        """Index keys."""
+        self._also: Counter[int] = Counter()
+        """Of rows that several engine blocks end, how many beyond one."""
         self._changes = _Changes()
         self.counts = RowCounts()
 
@@ -181,23 +152,27 @@ class EngineRows:
     def check_integrity(self) -> None:
         """Assert that rows are exactly our blocks whose engine blocks are all resident."""
         rows: Counter[int] = Counter()
-        for block, link in self._known.items():
+        for block, whole in self._whole.items():
             assert (block in self._idle) != self._is_resident(block)
-            if link.ends_block and link.whole is not None:
-                missing = sum(not self._is_resident(member) for member in link.members)
-                assert link.missing == missing
-                assert all(block in self._ends_of[member] for member in link.members)
-                if not missing and self._is_resident(block):
-                    rows[index_key(link.whole)] += 1
-        assert rows == self._rows
-        assert self._idle.keys() <= self._known.keys()
+            part = self._parts.get(block)
+            if part is not None and part.ends_block:
+                missing = sum(not self._is_resident(member) for member in part.members)
+                assert part.missing == missing
+                assert all(block in self._ends(member) for member in part.members)
+            if whole is not None and self._is_row(block):
+                rows[index_key(whole)] += 1
+        assert rows.keys() == self._rows
+        assert rows - Counter(self._rows) == self._also
+        assert self._idle.keys() <= self._whole.keys()
+        assert self._parts.keys() <= self._whole.keys()
         assert len(self._idle) <= MAX_IDLE_BLOCKS
-        for ends in self._ends_of.values():
+        for member in self._ends_of:
+            ends = self._ends(member)
             assert ends
-            assert ends <= self._known.keys()
+            assert ends <= self._parts.keys()
         waiting = sum(len(event.hashes) for group in self._pending.values() for event in group)
         assert waiting == self._pending_blocks <= MAX_PENDING_BLOCKS
-        assert not self._pending.keys() & self._known.keys(), "a parent came and nobody noticed"
+        assert not self._pending.keys() & self._whole.keys(), "a parent came and nobody noticed"
         for copies in self._copies.values():
             assert len(copies) <= MAX_RESIDENT_BLOCKS
             assert all(count > 0 for count in copies.values())
@@ -226,7 +201,7 @@ class EngineRows:
                 self._arrive(block)
             else:
                 self.counts.over_capacity += 1
-        if all(block in self._known for block in event.hashes):
+        if all(block in self._whole for block in event.hashes):
             return
         if not event.tokens.size:
             self.counts.without_tokens += blocks
@@ -253,7 +228,8 @@ class EngineRows:
 
     def _clear(self) -> None:
         self._drop_rows()
-        self._known.clear()
+        self._whole.clear()
+        self._parts.clear()
         self._idle.clear()
         self._ends_of.clear()
         self._pending.clear()
@@ -267,7 +243,7 @@ class EngineRows:
             return False
         if not self._engine_block_tokens:
             self._engine_block_tokens = size
-        return size == self._engine_block_tokens and self._form.block_tokens % size == 0
+        return size == self._engine_block_tokens and self._block_tokens % size == 0
 
     def _group(self, group: int) -> dict[EngineHash, int] | None:
         """A block is resident when all groups have it; one more group makes that open again."""
@@ -284,39 +260,45 @@ class EngineRows:
     def _is_resident(self, block: EngineHash) -> bool:
         return bool(self._copies) and all(block in copies for copies in self._copies.values())
 
+    def _is_row(self, block: EngineHash) -> bool:
+        """Whether a block of ours ends with this known one and is there as a whole."""
+        part = self._parts.get(block)
+        is_whole = part is None or (part.ends_block and not part.missing)
+        return is_whole and self._is_resident(block)
+
     def _arrive(self, block: EngineHash) -> None:
-        link = self._known.get(block)
-        if link is None or not self._is_resident(block):
+        """The block has one copy more; blocks of ours may need it though it was forgotten itself."""
+        if not self._is_resident(block):
             return
-        self._idle.pop(block, None)
-        if link.ends_block and not link.missing:
-            self._add_row(link)
-        for end in self._ends_of.get(block, ()):
-            other = self._known[end]
-            other.missing -= 1
-            if not other.missing and self._is_resident(end):
-                self._add_row(other)
+        if block in self._whole:
+            self._idle.pop(block, None)
+            if self._is_row(block):
+                self._add_row(block)
+        for end in self._ends(block):
+            self._parts[end].missing -= 1
+            if self._is_row(end):
+                self._add_row(end)
 
     def _leave(self, block: EngineHash) -> None:
         """The block was resident until now."""
-        link = self._known.get(block)
-        if link is None:
+        for end in self._ends(block):
+            if self._is_row(end):
+                self._drop_row(end)
+            self._parts[end].missing += 1
+        if block not in self._whole:
             return
-        if link.ends_block and not link.missing:
-            self._drop_row(link)
-        for end in self._ends_of.get(block, ()):
-            other = self._known[end]
-            if not other.missing and self._is_resident(end):
-                self._drop_row(other)
-            other.missing += 1
+        part = self._parts.get(block)
+        if part is None or (part.ends_block and not part.missing):
+            self._drop_row(block)
         self._idle[block] = None
         self._trim()
 
     def _vacate(self) -> None:
         """Nothing counts as resident any more."""
         self._drop_rows()
-        for block, link in self._known.items():
-            link.missing = len(link.members)
+        for part in self._parts.values():
+            part.missing = len(part.members)
+        for block in self._whole:
             self._idle.setdefault(block, None)
         self._trim()
 
@@ -325,21 +307,54 @@ class EngineRows:
         for key in self._rows:
             self._changes.removed(key)
         self._rows.clear()
+        self._also.clear()
 
-    def _add_row(self, link: _Link) -> None:
-        key = _key_of(link)
-        count = self._rows.get(key, 0)
-        self._rows[key] = count + 1
-        if not count:
+    def _add_row(self, block: EngineHash) -> None:
+        whole = self._whole[block]
+        if whole is None:
+            return
+        key = index_key(whole)
+        if key in self._rows:
+            self._also[key] += 1
+        else:
+            self._rows.add(key)
             self._changes.stored(key)
 
-    def _drop_row(self, link: _Link) -> None:
-        key = _key_of(link)
-        count = self._rows.pop(key)
-        if count > 1:
-            self._rows[key] = count - 1
-        else:
+    def _drop_row(self, block: EngineHash) -> None:
+        whole = self._whole[block]
+        if whole is None:
+            return
+        key = index_key(whole)
+        if key not in self._also:
+            self._rows.remove(key)
             self._changes.removed(key)
+        elif self._also[key] > 1:
+            self._also[key] -= 1
+        else:
+            del self._also[key]
+
+    # Which blocks of ours need an engine block
+
+    def _ends(self, member: EngineHash) -> set[EngineHash]:
+        ends = self._ends_of.get(member)
+        if ends is None:
+            return set()
+        return ends if isinstance(ends, set) else {ends}
+
+    def _need(self, member: EngineHash, end: EngineHash) -> None:
+        """Most members are needed by one, for whom a set would be large."""
+        ends = self._ends_of.setdefault(member, end)
+        if isinstance(ends, set):
+            ends.add(end)
+        elif ends != end:
+            self._ends_of[member] = {ends, end}
+
+    def _need_no_longer(self, member: EngineHash, end: EngineHash) -> None:
+        ends = self._ends_of[member]
+        if isinstance(ends, set) and len(ends) > 1:
+            ends.remove(end)
+        else:
+            del self._ends_of[member]
 
     # Chains
 
@@ -348,33 +363,61 @@ class EngineRows:
         ready = [event]
         while ready:
             run = ready.pop()
-            if run.parent is None:
-                start = _Link(chain_root(self._form.namespace_id, salt_bytes(run.salt)))
-            elif run.parent in self._known:
-                start = self._known[run.parent]
-            else:
+            if run.parent is not None and run.parent not in self._whole:
                 self._pend(run)
                 continue
-            for block, link in zip(run.hashes, self._links(run, start), strict=True):
-                if block in self._known:
+            for block, place in zip(run.hashes, self._places(run), strict=False):
+                if block in self._whole:
                     continue
-                self._know(block, link)
+                self._know(block, place)
                 waiting = self._pending.pop(block, ())
                 self._pending_blocks -= sum(len(child.hashes) for child in waiting)
                 ready += waiting
 
-    def _know(self, block: EngineHash, link: _Link) -> None:
-        self._known[block] = link
-        if link.ends_block:
-            link.missing = sum(not self._is_resident(member) for member in link.members)
-            for member in link.members:
-                self._ends_of.setdefault(member, set()).add(block)
+    def _places(self, run: EngineStored) -> Iterable[Place]:
+        """Of the blocks of a run whose parent is known."""
+        blocks = len(run.hashes)
+        whole = None if run.parent is None else self._whole[run.parent]
+        if run.parent is not None and whole is None:
+            self.counts.not_understood += blocks
+            return [NOWHERE] * blocks
+        start = self._placing.root(run) if run.parent is None else self._start(run.parent)
+        if start is None:
+            self.counts.orphans += blocks
+            return ()
+        self.counts.not_understood += blocks - self._placing.understood_blocks(run)
+        return self._placing.places(run, start)
+
+    def _start(self, parent: EngineHash) -> Start | None:
+        """After a known block; None when one before it, in the same block of ours, is forgotten."""
+        whole = self._whole[parent]
+        assert whole is not None
+        part = self._parts.get(parent)
+        if part is None or part.ends_block:
+            return Start(whole)
+        tail, keys, members = [part.tokens], part.keys, [parent]
+        while part.before is not None:
+            members.append(part.before)
+            part = self._parts.get(part.before)
+            if part is None:
+                return None
+            tail.append(part.tokens)
+            keys = (*part.keys, *keys)
+        return Start(whole, b"".join(reversed(tail)), keys, tuple(reversed(members)))
+
+    def _know(self, block: EngineHash, place: Place) -> None:
+        self._whole[block] = place.whole
+        part = place.part
+        if part is not None:
+            self._parts[block] = part
+            part.missing = sum(not self._is_resident(member) for member in part.members)
+            for member in part.members:
+                self._need(member, block)
         if not self._is_resident(block):
             self._idle[block] = None
             self._trim()
-        else:
-            if link.ends_block and not link.missing:
-                self._add_row(link)
+        elif self._is_row(block):
+            self._add_row(block)
 
     def _pend(self, event: EngineStored) -> None:
         assert event.parent is not None
@@ -392,79 +435,7 @@ class EngineRows:
     def _trim(self) -> None:
         while len(self._idle) > MAX_IDLE_BLOCKS:
             block, _ = self._idle.popitem(last=False)
-            link = self._known.pop(block)
-            if not link.ends_block:
-                continue
-            for member in link.members:
-                ends = self._ends_of[member]
-                ends.discard(block)
-                if not ends:
-                    del self._ends_of[member]
-
-    def _links(self, run: EngineStored, start: _Link) -> Iterator[_Link]:
-        """The place of each block of `run`, which goes on after `start`."""
-        adapter = self._adapter_keys(run)
-        blocks = len(run.hashes)
-        hashed = run.understood_blocks if adapter is not None and start.whole is not None else 0
-        self.counts.not_understood += blocks - hashed
-        if hashed:
-            yield from self._hashed_links(run, start, hashed, adapter or ())
-        for _ in range(blocks - hashed):
-            yield _Link(None)
-
-    def _hashed_links(
-        self, run: EngineStored, start: _Link, blocks: int, adapter: tuple[ExtraKey, ...]
-    ) -> Iterator[_Link]:
-        size, ours = run.block_tokens, self._form.block_tokens
-        tokens = np.concatenate(
-            (np.frombuffer(start.tail, "<u4"), run.tokens[: blocks * size])
-        ).astype("<u4", copy=False)
-        first = len(start.tail) // _TOKEN_BYTES
-        keys: dict[int, tuple[ExtraKey, ...]] = {0: start.keys} if start.keys else {}
-        links: list[_Link] = []
-        members = (*start.members, _hash_before(run)) if first else ()
-        for number in range(blocks):
-            mine, offset = divmod(first + number * size, ours)
-            for medium in run.media[number] if run.media else ():
-                key = media_key(medium.identifier, medium.offset_tokens + offset)
-                if key not in keys.get(mine, ()):
-                    keys[mine] = (*keys.get(mine, ()), key)
-            end = offset + size
-            link = _Link(None, members=members)
-            if end < ours:
-                begin = mine * ours
-                link.tail = tokens[begin : begin + end].tobytes()
-                link.keys = keys.get(mine, ())
-                members = (*members, run.hashes[number])
-            else:
-                members = ()
-            links.append(link)
-        extra: Mapping[int, tuple[ExtraKey, ...]] | tuple[ExtraKey, ...] = adapter
-        if keys:
-            extra = {n: (*adapter, *keys.get(n, ())) for n in range(len(tokens) // ours)}
-        assert start.whole is not None
-        whole = [start.whole]
-        whole += block_hashes(
-            self._form.namespace_id, tokens, ours, extra_keys=extra, parent=start.whole
-        )
-        for number, link in enumerate(links):
-            link.whole = whole[(first + (number + 1) * size) // ours]
-        yield from links
-
-    def _adapter_keys(self, run: EngineStored) -> tuple[ExtraKey, ...] | None:
-        """None: an adapter whose weights are not known."""
-        if not run.adapter:
-            return ()
-        key = self._adapters.get(run.adapter)
-        return None if key is None else (key,)
-
-
-def _hash_before(run: EngineStored) -> EngineHash:
-    if run.parent is None:
-        raise InvalidRequestError("a prompt does not start inside a block")
-    return run.parent
-
-
-def _key_of(link: _Link) -> int:
-    assert link.whole is not None
-    return index_key(link.whole)
+            del self._whole[block]
+            part = self._parts.pop(block, None)
+            for member in part.members if part else ():
+                self._need_no_longer(member, block)

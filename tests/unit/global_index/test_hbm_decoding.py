@@ -24,7 +24,8 @@ from global_index.hbm.events import (
     EngineStored,
     MediaAt,
 )
-from global_index.hbm.rows import ChainForm, EngineRows
+from global_index.hbm.places import ChainForm
+from global_index.hbm.rows import EngineRows
 
 SAMPLE = Path(__file__).parents[2] / "data" / "vllm_kv_events.jsonl"
 BIG = 2**64 - 3

@@ -7,11 +7,12 @@ import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -29,7 +30,8 @@ from global_index.hbm.events import (
     EngineStored,
     MediaAt,
 )
-from global_index.hbm.rows import ChainForm, EngineRows
+from global_index.hbm.places import ChainForm
+from global_index.hbm.rows import EngineRows
 
 SPACE = NamespaceId(b"n" * 16)
 FORM = ChainForm(SPACE, 4)
@@ -251,6 +253,41 @@ def test_memory_is_bounded(
     assert engine.pending_blocks <= 10
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.randoms(use_true_random=False), st.integers(1, 3))
+def test_what_is_forgotten_for_want_of_room_costs_rows_and_never_makes_any(
+    rng: Random, pages: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, limit in (("RESIDENT", 12), ("IDLE", 4), ("PENDING", 3)):
+            patch.setattr(rows_module, f"MAX_{name}_BLOCKS", limit)
+        engine, table = EngineRows(ChainForm(SPACE, 2 * pages)), Table()
+        copies: Counter[tuple[int, ...]] = Counter()
+        for _ in range(60):
+            path = tuple(rng.choices((0, 1), k=rng.randint(1, 6)))
+            blocks = [path[:n] for n in range(rng.randint(1, len(path)), len(path) + 1)]
+            if rng.random() < 0.5:
+                copies.update(blocks)
+                before = blocks[0][:-1]
+                event: EngineEvent = stored(
+                    [name_of(block) for block in blocks],
+                    [token for block in blocks for token in (block[-1], 7)],
+                    parent=name_of(before) if before else None,
+                    size=2,
+                )
+            else:
+                copies[path] = max(0, copies[path] - 1)
+                event = removed(name_of(path))
+            tell(engine, table, event)
+            possible = {
+                keys_of([token for value in block for token in (value, 7)], size=2 * pages)[-1]
+                for block in +copies
+                if len(block) % pages == 0
+                and all(copies[block[: len(block) - n]] for n in range(pages))
+            }
+            assert table.keys <= possible
+
+
 class Request(SimpleNamespace):
     """What the connector reads of an engine's request."""
 
@@ -346,6 +383,12 @@ def test_a_real_engines_stream_gives_its_rows(run: str, pages: int, table: Table
     assert engine.counts.unmatched_removals == 0
 
 
+def name_of(block: tuple[int, ...]) -> EngineHash:
+    """What the engine calls the block at the end of this path."""
+    number = int("1" + "".join(map(str, block)), 2)
+    return number if number % 3 else str(number).encode()
+
+
 class EngineHistory(RuleBasedStateMachine):
     """Prompts over a small alphabet, whose blocks come and go in any order."""
 
@@ -363,9 +406,9 @@ class EngineHistory(RuleBasedStateMachine):
         begin = first.draw(st.integers(0, len(path) - 1))
         blocks = [path[: n + 1] for n in range(begin, len(path))]
         event = stored(
-            [self.name(block) for block in blocks],
+            [name_of(block) for block in blocks],
             [token for block in blocks for token in (block[-1], 7)],
-            parent=self.name(path[:begin]) if begin else None,
+            parent=name_of(path[:begin]) if begin else None,
             size=2,
         )
         self.copies.update(blocks)
@@ -378,7 +421,7 @@ class EngineHistory(RuleBasedStateMachine):
             block = data.draw(st.sampled_from(sorted(self.copies)))
             self.copies[block] -= 1
             self.copies = +self.copies
-            self.tell(removed(self.name(block)))
+            self.tell(removed(name_of(block)))
 
     @rule()
     def clear(self) -> None:
@@ -390,10 +433,6 @@ class EngineHistory(RuleBasedStateMachine):
     def lose(self) -> None:
         self.table.take(self.engine.lose())
         self.copies.clear()
-
-    def name(self, block: tuple[int, ...]) -> EngineHash:
-        number = int("1" + "".join(map(str, block)), 2)
-        return number if number % 3 else str(number).encode()
 
     def tell(self, event: EngineEvent) -> None:
         self.table.take(self.engine.apply([event]))
