@@ -267,7 +267,7 @@ class EngineRows:
         return is_whole and self._is_resident(block)
 
     def _arrive(self, block: EngineHash) -> None:
-        """The block has one copy more; blocks of ours may need it though it was forgotten itself."""
+        """The first copy. Blocks of ours may need it though its own place was forgotten."""
         if not self._is_resident(block):
             return
         if block in self._whole:
