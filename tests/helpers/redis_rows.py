@@ -6,14 +6,16 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
+import numpy as np
 import redis.asyncio
 from redis.exceptions import RedisError
 
-from emberkv_proto.types import NodeId
+from emberkv_proto.types import NodeId, Tier
+from global_index.index import Holder
 from global_index.ingest import Exactness
-from global_index.redis_index import RedisIndex
 from global_index.redis_registry import parse_registry
 from global_index.redis_schema import RedisSchema
+from global_index.redis_walk import decode
 from tests.helpers.agreement import Catalog
 
 CALL_SECONDS = 5.0
@@ -38,13 +40,12 @@ def redis_differences(url: str, catalog: Catalog) -> list[str]:
         if view.exactness is not Exactness.EXACT or view.incarnation != catalog.incarnation:
             return [f"Redis: {catalog.node_id} is {view.exactness} in life {view.incarnation}"]
         found = []
-        rows = RedisIndex(client, schema)
-        for tier, wanted in catalog.digests.items():
-            digest = await rows.digest(record.number, tier)
-            if (digest.blocks, digest.xor) != wanted:
+        rows = await rows_of(client, record.number)
+        for tier, wanted in catalog.rows.items():
+            if rows[tier] != wanted:
                 found.append(
-                    f"Redis: {catalog.node_id} has {digest.blocks} blocks in {tier.name},"
-                    f" its catalog {wanted[0]}"
+                    f"Redis: {catalog.node_id} lacks {len(wanted - rows[tier])} blocks in"
+                    f" {tier.name} and has {len(rows[tier] - wanted)} too many"
                 )
         return found
 
@@ -52,6 +53,23 @@ def redis_differences(url: str, catalog: Catalog) -> list[str]:
         return asyncio.run(_with_client(url, compare))
     except (RedisError, OSError) as error:
         return [f"Redis: {error!r}"]
+
+
+async def rows_of(client: Any, number: Holder) -> dict[Tier, frozenset[int]]:
+    """All rows of a number, by the blocks' values that queries read: every key is looked at."""
+    head = len(RedisSchema().blocks(np.ones(1, np.uint64))[0]) - 8
+    names = [name async for name in client.scan_iter(count=10_000) if len(name) == head + 8]
+    values = await client.mget(names) if names else []  # a set's is None
+    window = decode(values)
+    assert window.malformed == 0
+    found: dict[Tier, set[int]] = {tier: set() for tier in Tier}
+    for place, holder, tiers in zip(
+        window.places.tolist(), window.numbers.tolist(), window.tiers.tolist(), strict=True
+    ):
+        for tier in Tier:
+            if holder == number and tiers >> (tier - 1) & 1:
+                found[tier].add(int.from_bytes(names[place][head:], "little"))
+    return {tier: frozenset(keys) for tier, keys in found.items()}
 
 
 async def _with_client(url: str, ask: Callable[[Any], Awaitable[T]]) -> T:

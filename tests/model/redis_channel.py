@@ -35,7 +35,6 @@ QUEUE_ROWS = 60
 AUDIT_SECONDS = 2.0
 LEASE_SECONDS = 3600.0
 FEW_TAGS = 4
-FEW_SLICES = 4
 SETTLE_TURNS = 30
 WEIGHTED_WITH_REDIS = [
     step
@@ -82,14 +81,11 @@ class RedisRuns:
 
 @contextmanager
 def redis_runs(server: RedisServer) -> Iterator[RedisRuns]:
-    """With few tags and slices: reading all rows of a node, which runs do often, is quicker."""
+    """With few tags: reading all rows of a node, which runs do often, is quicker."""
     with (
         patch.object(redis_schema, "TAGS", redis_schema.TAGS[:FEW_TAGS]),
         patch.object(redis_index, "TAGS", redis_schema.TAGS[:FEW_TAGS]),
         patch.object(redis_writer, "TAGS", redis_schema.TAGS[:FEW_TAGS]),
-        patch.object(redis_schema, "SLICES", FEW_SLICES),
-        patch.object(redis_index, "SLICES", FEW_SLICES),
-        patch.object(redis_index, "SLICES_PER_READ", FEW_SLICES // 2),
     ):
         runs = RedisRuns(server)
         try:

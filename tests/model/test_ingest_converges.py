@@ -10,6 +10,7 @@ RUNS = {"memory": 60, "dict": 80, "naive": 50, "redis": 10}
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(180)  # the first one may have to compile kernels
 @pytest.mark.parametrize("backend", RUNS)
 def test_index_follows_random_histories_through_an_unreliable_channel(backend: str) -> None:
     with runner(backend) as run:
