@@ -75,6 +75,35 @@ class IndexedNode:
 
 
 @dataclass(frozen=True, slots=True)
+class TracedNode:
+    """Which blocks of a chain a node has: a byte a block, 1 HBM, 2 DRAM, 4 SSD, added."""
+
+    node_id: NodeId
+    state: str
+    exactness: str
+    tiers: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class TracedEngine:
+    """Which blocks an engine has in its own HBM, as `TracedNode`; the rest is its node's."""
+
+    engine: EngineInfo
+    node_id: NodeId
+    state: str
+    """Of its event stream: "current" or "away"."""
+    tiers: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class TracedChain:
+    """All nodes, and all engines whose events are followed."""
+
+    nodes: tuple[TracedNode, ...]
+    engines: tuple[TracedEngine, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class WatchedNodes:
     """Nodes that changed and nodes that are known no longer. Whole: `nodes` are all there are."""
 
@@ -128,6 +157,31 @@ class IndexClient:
         except grpc.aio.AioRpcError as error:
             raise ember_error(error, f"index {self.address}") from None
         return [_node_from_wire(node) for node in response.nodes]
+
+    async def explain(
+        self, keys: npt.NDArray[np.uint64], *, timeout_seconds: float | None = None
+    ) -> TracedChain:
+        """Who has which blocks of a chain, nodes left out of answers included. For people."""
+        request = index_pb2.QueryRequest(keys=u64s_to_wire(keys))
+        try:
+            response = await self._stub().Explain(request, timeout=self._timeout(timeout_seconds))
+        except grpc.aio.AioRpcError as error:
+            raise ember_error(error, f"index {self.address}") from None
+        return TracedChain(
+            tuple(
+                TracedNode(NodeId(node.node_id), node.state, node.exactness, node.tiers)
+                for node in response.nodes
+            ),
+            tuple(
+                TracedEngine(
+                    engine_from_wire(traced.engine),
+                    NodeId(traced.node_id),
+                    traced.state,
+                    traced.tiers,
+                )
+                for traced in response.engines
+            ),
+        )
 
     async def watch(self) -> AsyncGenerator[WatchedNodes, None]:
         """Yield all nodes, then those that change, until the index goes. Close it (`aclosing`).

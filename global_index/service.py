@@ -26,6 +26,7 @@ from emberkv_proto.v1 import index_pb2, index_pb2_grpc
 from emberkv_proto.wire import MAX_BLOCKS_PER_CALL
 from global_index.directory import MAX_NODES
 from global_index.embedded import GlobalIndex
+from global_index.explaining import explain
 from global_index.views import NodeView
 
 log = logging.getLogger(__name__)
@@ -58,6 +59,32 @@ class IndexServicer(index_pb2_grpc.IndexServicer):
         hits = await self._index.answer(keys)
         self._observe(time.perf_counter() - began)
         return hits_to_wire(hits)
+
+    async def Explain(  # noqa: N802
+        self, request: index_pb2.QueryRequest, context: _Context
+    ) -> index_pb2.ExplainResponse:
+        async with _errors_answered(context):
+            traces = await explain(self._index, keys_from_wire(request.keys))
+        return index_pb2.ExplainResponse(
+            nodes=[
+                index_pb2.NodeTrace(
+                    node_id=node.node_id,
+                    state=node.state,
+                    exactness=node.exactness,
+                    tiers=node.tiers,
+                )
+                for node in traces.nodes
+            ],
+            engines=[
+                index_pb2.EngineTrace(
+                    engine=engine_to_wire(engine.engine),
+                    node_id=engine.node_id,
+                    state=engine.state,
+                    tiers=engine.tiers,
+                )
+                for engine in traces.engines
+            ],
+        )
 
     async def Watch(  # noqa: N802
         self, request: index_pb2.WatchRequest, context: _Context

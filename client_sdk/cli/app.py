@@ -199,7 +199,15 @@ def where(
     tokens: Annotated[
         str, typer.Option("--tokens", help="Token ids instead: 1,2,3 or @file (JSON or commas).")
     ] = "",
+    hashes: Annotated[
+        str,
+        typer.Option("--hashes", help="Block hashes instead: hexadecimal words, or @file."),
+    ] = "",
     model: Annotated[str, typer.Option("--model", help="When several models are served.")] = "",
+    salt: Annotated[str, typer.Option("--salt", help="The request's cache_salt.")] = "",
+    adapter: Annotated[
+        str, typer.Option("--adapter", metavar="NAME=WEIGHTS_ID", help="The request's adapter.")
+    ] = "",
     config: ConfigOption = None,
     set_: SetOption = None,
     index: IndexOption = "",
@@ -208,12 +216,29 @@ def where(
 ) -> None:
     """Show which node holds how much of a prompt, in which tier, and why each hit ends."""
     from client_sdk.cli.operate import find_daemon
-    from client_sdk.cli.where import WhereQuery, print_where, read_tokens, run_where, where_json
+    from client_sdk.cli.where import (
+        Adapter,
+        WhereQuery,
+        read_hashes,
+        read_tokens,
+        run_where,
+    )
+    from client_sdk.cli.where_report import print_where, where_json
 
     index_address, router_url = _cluster_addresses(config, set_)
     ids = tuple(read_tokens(tokens)) if tokens else None
     tls = find_daemon("", None, config, set_ or ()).access.tls
-    query = WhereQuery(index or index_address, router or router_url, model, prompt, ids, tls)
+    query = WhereQuery(
+        index or index_address,
+        router or router_url,
+        model,
+        prompt,
+        ids,
+        tls,
+        read_hashes(hashes) if hashes else None,
+        salt,
+        Adapter.parse(adapter) if adapter else None,
+    )
     found = asyncio.run(run_where(query))
     if as_json:
         _print_json(where_json(found))

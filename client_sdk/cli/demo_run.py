@@ -13,13 +13,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from client_sdk.cli.chain_story import NodeWhere
 from client_sdk.cli.cluster import Cluster
 from client_sdk.cli.cluster_plan import NodePlan
 from client_sdk.cli.demo_settings import BLOCK_TOKENS, MAX_TOKENS, MODEL, DemoPrompt, DemoSize
 from client_sdk.cli.openai_client import Answer, OpenAiClient
 from client_sdk.cli.report import DemoReport, PhaseReport
 from client_sdk.cli.status import NodeView, read_status
-from client_sdk.cli.where import NodeWhere, WhereQuery, run_where
+from client_sdk.cli.where import WhereQuery, run_where
 from client_sdk.index_client import IndexClient
 from emberkv_proto.errors import DeadlineError, EmberError, UnavailableError
 from emberkv_proto.hashing import block_hashes, index_keys

@@ -9,46 +9,53 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
+import numpy as np
 
+from client_sdk.cli.chain_story import (
+    AskedChain,
+    EngineWhere,
+    NodeWhere,
+    engine_where,
+    hint_of,
+    node_where,
+)
 from client_sdk.cli.http_json import post_json
 from client_sdk.cli.remote import CALL_SECONDS, indexed_nodes
 from client_sdk.index_client import IndexClient, IndexedNode
 from client_sdk.tls import Tls
 from emberkv_proto.errors import ConfigError, EmberError, InvalidRequestError
+from emberkv_proto.events import Keys
 from emberkv_proto.hashing import block_hashes, index_keys
-from emberkv_proto.types import BlockHash, EngineInfo, NodeHit, NodeId
+from emberkv_proto.request_keys import adapter_key, salt_bytes
+from emberkv_proto.types import BLOCK_HASH_BYTES, BlockHash, EngineInfo
 
-
-@dataclass(frozen=True, slots=True)
-class NodeWhere:
-    """One node's part of a chain."""
-
-    node_id: NodeId
-    hit_blocks: int
-    dram_blocks: int
-    ssd_blocks: int
-    ends_because: str
+EXPLAIN_SECONDS = 30.0
+NO_KEYS: Keys = np.empty(0, np.uint64)
 
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """A prompt's chain and who holds it. `route` is what the router's /route/explain said."""
+    """A chain and who holds it. `route` is what the router's /route/explain said."""
 
     model: str
+    """Empty: hashes were given, and nobody can say whose."""
     prompt_tokens: int
     block_tokens: int
+    """0 where hashes were given."""
     hashes: tuple[BlockHash, ...]
     nodes: tuple[NodeWhere, ...]
+    engines: tuple[EngineWhere, ...]
+    """Those whose own HBM events are followed, and whose blocks are called alike."""
+    hint: str
+    """What to look at when nobody has anything."""
     route: dict[str, Any] | None
     route_problem: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class WhereQuery:
-    """What is looked for: a text, or token ids when given. `model` may be empty if only one is
-    served."""
+    """What is looked for: a text, or token ids, or hashes when given. `model` may be empty if only
+    one is served."""
 
     index_address: str
     router_url: str
@@ -57,6 +64,10 @@ class WhereQuery:
     token_ids: tuple[int, ...] | None
     tls: Tls | None = None
     """Towards the index."""
+    hashes: tuple[BlockHash, ...] | None = None
+    salt: str = ""
+    """Cache salt of the request."""
+    adapter: Adapter | None = None
 
 
 def read_tokens(text: str) -> list[int]:
@@ -76,13 +87,54 @@ def read_tokens(text: str) -> list[int]:
     return tokens
 
 
-def choose_engine(nodes: Sequence[IndexedNode], model: str) -> EngineInfo:
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """A LoRA adapter as it is in the hashes."""
+
+    name: str
+    weights_id: str
+
+    @staticmethod
+    def parse(text: str) -> Adapter:
+        """NAME=WEIGHTS_ID. Raises ConfigError."""
+        name, equals, weights_id = text.partition("=")
+        if not (name and equals and weights_id):
+            raise ConfigError(
+                "give an adapter as NAME=WEIGHTS_ID; its blocks are told apart by both"
+            )
+        return Adapter(name, weights_id)
+
+
+def read_hashes(text: str) -> tuple[BlockHash, ...]:
+    """Block hashes from a file (`@path`) or the text itself: a JSON list, what `where --json`
+    printed, or hexadecimal words with commas or spaces between."""
+    if text.startswith("@"):
+        try:
+            text = Path(text[1:]).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"hash file {text[1:]} cannot be read: {error}") from None
+    words: Any = text.replace(",", " ").split()
+    if text.lstrip().startswith(("[", "{")):
+        try:
+            loaded = json.loads(text)
+        except ValueError as error:
+            raise ConfigError(f"the hashes are no JSON: {error}") from None
+        words = loaded.get("blocks") if isinstance(loaded, dict) else loaded
+    try:
+        hashes = tuple(BlockHash(bytes.fromhex(word)) for word in words)
+    except (TypeError, ValueError):
+        raise ConfigError("hashes must be hexadecimal words, or a JSON list of them") from None
+    if any(len(found) != BLOCK_HASH_BYTES for found in hashes):
+        raise ConfigError(f"a block hash has {2 * BLOCK_HASH_BYTES} hexadecimal digits")
+    return hashes
+
+
+def choose_engine(engines: Sequence[EngineInfo], model: str) -> EngineInfo:
     """The engine whose namespace the chain is hashed in.
 
     Raises:
         ConfigError: no engine announced, or several models and none named.
     """
-    engines = [engine for node in nodes for engine in node.engines]
     if not engines:
         raise ConfigError("no engine announced; blocks cannot be hashed without its namespace")
     served = ", ".join(sorted({engine.model for engine in engines}))
@@ -109,18 +161,53 @@ async def run_where(query: WhereQuery) -> Where:
     index = IndexClient(query.index_address, timeout_seconds=CALL_SECONDS, tls=query.tls)
     try:
         nodes = await indexed_nodes(index)
-        chain = await find_chain(query, nodes)
-        hits = await index.query(index_keys(chain.hashes)) if chain.hashes else []
+        if query.hashes is not None:
+            chain = AskedChain(query.hashes)
+        else:
+            followed = (await index.explain(NO_KEYS)).engines
+            chain = _asked(query, await find_chain(query, nodes, [f.engine for f in followed]))
+        traced = await index.explain(_keys(chain.hashes), timeout_seconds=EXPLAIN_SECONDS)
     finally:
         await index.close()
-    found = {hit.node_id: hit for hit in hits}
-    blocks = len(chain.hashes)
-    rows = tuple(node_where(node, found.get(node.node_id), blocks) for node in nodes)
-    engine = chain.engine
-    route, problem = await asyncio.to_thread(_explain, query.router_url, engine.model, chain.tokens)
-    return Where(
-        engine.model, len(chain.tokens), engine.block_tokens, chain.hashes, rows, route, problem
+    by_id = {node.node_id: node for node in traced.nodes}
+    rows = tuple(node_where(node, by_id.get(node.node_id), chain) for node in nodes)
+    wheres = {row.node_id: row for row in rows}
+    nothing = bytes(len(chain.hashes))
+    engines = tuple(
+        engine_where(
+            found,
+            wheres.get(found.node_id),
+            by_id[found.node_id].tiers if found.node_id in by_id else nothing,
+        )
+        for found in traced.engines
+        if chain.engine is None or found.engine.namespace_id == chain.engine.namespace_id
     )
+    hint = hint_of(chain, rows, engines)
+    if chain.engine is None:
+        problem = "hashes were given, and a request is routed by its tokens"
+        return Where("", 0, 0, chain.hashes, rows, engines, hint, None, problem)
+    model = chain.engine.model
+    route, problem = await asyncio.to_thread(_explain, query, model, chain.tokens)
+    return Where(
+        model,
+        len(chain.tokens),
+        chain.engine.block_tokens,
+        chain.hashes,
+        rows,
+        engines,
+        hint,
+        route,
+        problem,
+    )
+
+
+def _keys(hashes: Sequence[BlockHash]) -> Keys:
+    return index_keys(hashes) if hashes else NO_KEYS
+
+
+def _asked(query: WhereQuery, chain: PromptChain) -> AskedChain:
+    adapter = query.adapter.name if query.adapter is not None else ""
+    return AskedChain(chain.hashes, chain.tokens, chain.engine, bool(query.salt), adapter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,25 +219,35 @@ class PromptChain:
     hashes: tuple[BlockHash, ...]
 
 
-async def find_chain(query: WhereQuery, nodes: Sequence[IndexedNode]) -> PromptChain:
-    """The blocks of the query's prompt, in the namespace of the engine that serves its model.
+async def find_chain(
+    query: WhereQuery, nodes: Sequence[IndexedNode], more: Sequence[EngineInfo] = ()
+) -> PromptChain:
+    """The blocks of the query's prompt, in the namespace of the engine that serves its model:
+    one that a node names, or of `more`.
 
     Raises:
         ConfigError: nothing to look for, or no single namespace to hash it in.
         UnavailableError: the engine is away, for a prompt's token ids.
     """
     _check_asked(query)
-    engine = choose_engine(nodes, query.model)
+    engine = choose_engine([*(e for node in nodes for e in node.engines), *more], query.model)
     tokens = query.token_ids
     if tokens is None:
         tokens = tuple(await asyncio.to_thread(_tokenize, engine, query.prompt))
-    hashes = block_hashes(engine.namespace_id, list(tokens), engine.block_tokens)
+    adapter = query.adapter
+    hashes = block_hashes(
+        engine.namespace_id,
+        list(tokens),
+        engine.block_tokens,
+        salt=salt_bytes(query.salt),
+        extra_keys=() if adapter is None else (adapter_key(adapter.name, adapter.weights_id),),
+    )
     return PromptChain(engine, tokens, tuple(hashes))
 
 
 def _check_asked(query: WhereQuery) -> None:
-    if not query.prompt and query.token_ids is None:
-        raise ConfigError("give a prompt, or token ids with --tokens")
+    if not query.prompt and query.token_ids is None and query.hashes is None:
+        raise ConfigError("give a prompt, or token ids with --tokens, or hashes with --hashes")
 
 
 def _tokenize(engine: EngineInfo, prompt: str) -> list[int]:
@@ -162,88 +259,12 @@ def _tokenize(engine: EngineInfo, prompt: str) -> list[int]:
 
 
 def _explain(
-    router_url: str, model: str, tokens: Sequence[int]
+    query: WhereQuery, model: str, tokens: Sequence[int]
 ) -> tuple[dict[str, Any] | None, str]:
-    body = {"model": model, "prompt": list(tokens), "max_tokens": 1}
+    body: dict[str, Any] = {"model": model, "prompt": list(tokens), "max_tokens": 1}
+    if query.salt:
+        body["cache_salt"] = query.salt
     try:
-        return post_json(f"{router_url}/route/explain", body), ""
+        return post_json(f"{query.router_url}/route/explain", body), ""
     except EmberError as error:
         return None, str(error)
-
-
-def node_where(node: IndexedNode, hit: NodeHit | None, blocks: int) -> NodeWhere:
-    found = hit or NodeHit(node.node_id, 0, 0, 0)
-    if node.state != "ok":
-        reason = f"the node is {node.state}"
-    elif not blocks:
-        reason = "the prompt fills no block"
-    elif found.hit_blocks == blocks:
-        reason = "all full blocks are there"
-    else:
-        reason = f"block {found.hit_blocks} is in neither DRAM nor SSD"
-        if node.exactness != "exact":
-            reason += f" as far as a {node.exactness} index knows"
-    return NodeWhere(node.node_id, found.hit_blocks, found.dram_blocks, found.ssd_blocks, reason)
-
-
-def where_json(where: Where) -> dict[str, Any]:
-    return {
-        "model": where.model,
-        "prompt_tokens": where.prompt_tokens,
-        "block_tokens": where.block_tokens,
-        "blocks": [block.hex() for block in where.hashes],
-        "nodes": [
-            {
-                "node_id": node.node_id,
-                "hit_blocks": node.hit_blocks,
-                "hit_tokens": node.hit_blocks * where.block_tokens,
-                "dram_blocks": node.dram_blocks,
-                "ssd_blocks": node.ssd_blocks,
-                "ends_because": node.ends_because,
-            }
-            for node in where.nodes
-        ],
-        "route": where.route,
-        "route_problem": where.route_problem,
-    }
-
-
-def print_where(console: Console, where: Where) -> None:
-    partial = where.prompt_tokens % where.block_tokens
-    console.print(
-        f"{where.prompt_tokens} tokens of {where.model}: {len(where.hashes)} full blocks of"
-        f" {where.block_tokens}, {partial} tokens in the last, unstored one",
-        soft_wrap=True,
-    )
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    for heading in ("node", "hit blocks", "DRAM", "SSD"):
-        table.add_column(heading, no_wrap=True)
-    table.add_column("the hit ends because")
-    for node in where.nodes:
-        table.add_row(
-            node.node_id,
-            f"{node.hit_blocks}/{len(where.hashes)}",
-            str(node.dram_blocks),
-            str(node.ssd_blocks),
-            node.ends_because,
-        )
-    console.print(table)
-    if where.route is None:
-        console.print(f"no word from the router: {where.route_problem}", markup=False)
-    else:
-        _print_route(console, where.route)
-
-
-def _print_route(console: Console, route: dict[str, Any]) -> None:
-    """The router's terms for each engine. Its answer is another version's to change: ask gently."""
-    console.print(f"\nthe router would choose {route.get('chosen') or 'none'}", markup=False)
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    table.add_column("engine", no_wrap=True)
-    for heading in ("total ms", "queue", "fetch", "prefill", "tokens to compute"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for engine in route.get("engines", ()):
-        parts = ("total_seconds", "queue_seconds", "fetch_seconds", "prefill_seconds")
-        times = [f"{1000 * float(engine.get(part, 0.0)):.1f}" for part in parts]
-        name = str(engine.get("engine", "?"))
-        table.add_row(name, *times, str(engine.get("uncached_tokens", "?")))
-    console.print(table)

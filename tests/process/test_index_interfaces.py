@@ -14,10 +14,11 @@ from urllib.request import Request, urlopen
 import pytest
 
 from client_sdk import SyncClient
+from client_sdk.sync_client import StagedWrite
 from emberkv_proto.hashing import index_keys
-from emberkv_proto.types import EngineInfo
+from emberkv_proto.types import BlockHash, EngineInfo
 from tests.helpers.agreement import await_agreement
-from tests.helpers.chains import BLOCK_TOKENS, NAMESPACE, chain_of, write_chain
+from tests.helpers.chains import BLOCK_TOKENS, NAMESPACE, chain_of, payload_of, write_chain
 from tests.helpers.cluster import Cluster, IndexProcess, free_port, indexed_nodes, wait_until
 from tests.helpers.daemon_process import MIB, DaemonProcess
 from tests.helpers.kv_listener import KvListener
@@ -151,6 +152,69 @@ async def heard(listener: KvListener, medium: str, keys: list[int]) -> None:
             return
         await asyncio.sleep(0.1)
     raise AssertionError(f"of {len(keys)} blocks {len(listener.resident[medium])} were told")
+
+
+def emberkv(*arguments: str) -> dict[str, Any]:
+    ran = subprocess.run(
+        [sys.executable, "-m", "client_sdk.cli.main", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=WAIT_SECONDS,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    found: dict[str, Any] = json.loads(ran.stdout)
+    return found
+
+
+def test_where_tells_a_hole_from_a_node_that_is_gone(tmp_path: Path) -> None:
+    engine = EngineInfo("engine-a", "http://127.0.0.1:1", "m", NAMESPACE.id, BLOCK_TOKENS)
+    tokens = ",".join(str(token) for token in [3, 0, *range(2, 20 * BLOCK_TOKENS)])
+    with Cluster(tmp_path, nodes=2) as cluster:
+        whole, holed = cluster.nodes
+        chain = chain_of(3, 20)
+        with whole.client() as client:
+            write_chain(client, chain)
+        with (
+            SyncClient(holed.socket_path, NAMESPACE, engine=engine) as client,
+            holed.operator() as operator,
+        ):
+            write_chain(client, chain[:8])
+            with stage_rest(client, chain) as write:
+                write.commit()
+            cluster.await_rest()
+            asked = ["where", "--tokens", tokens, "--json", "--index", cluster.index.address]
+            asked += ["--router", "http://127.0.0.1:1"]
+            found = emberkv(*asked)
+            reasons = {node["node_id"]: node["reason"] for node in found["nodes"]}
+            assert reasons == {"node-a": "all_there", "node-b": "hole"}
+            (there, hole, behind) = found["nodes"][1]["runs"]
+            assert (there["last"], hole, behind["first"]) == (
+                7,
+                {"first": 8, "last": 9, "tiers": []},
+                10,
+            )
+            salted = emberkv(*asked, "--salt", "another tenant")
+            assert {node["reason"] for node in salted["nodes"]} == {"nothing_stored"}
+            assert "with the salt given" in salted["hint"]
+            assert operator.check() == []
+        whole.kill()
+        cluster.await_index_state(whole, "suspect")
+        hashes = [block_hash.hex() for block_hash in chain]
+        by_hash = emberkv("where", "--hashes", ",".join(hashes), *asked[3:])
+        assert by_hash["nodes"][0]["reason"] == "node_away"
+        assert by_hash["nodes"][0]["hit_blocks"] == 0
+        assert by_hash["nodes"][0]["runs"][0]["last"] == 19
+        whole.start()
+
+
+def stage_rest(client: SyncClient, chain: list[BlockHash]) -> StagedWrite:
+    """Stage and fill all but the first ten blocks of a chain."""
+    write = client.stage(chain[10:], parent=chain[9])
+    for number in write.granted:
+        write.view(number)[:] = payload_of(chain[10 + number])
+    return write
 
 
 def test_nodes_watch_tells_when_a_daemon_is_killed_and_when_it_is_back(tmp_path: Path) -> None:

@@ -272,6 +272,38 @@ class WatchResponse(_message.Message):
     removed: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, is_whole: bool = ..., nodes: _Optional[_Iterable[_Union[NodeState, _Mapping]]] = ..., removed: _Optional[_Iterable[str]] = ...) -> None: ...
 
+class NodeTrace(_message.Message):
+    __slots__ = ("node_id", "state", "exactness", "tiers")
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    EXACTNESS_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    node_id: str
+    state: str
+    exactness: str
+    tiers: bytes
+    def __init__(self, node_id: _Optional[str] = ..., state: _Optional[str] = ..., exactness: _Optional[str] = ..., tiers: _Optional[bytes] = ...) -> None: ...
+
+class EngineTrace(_message.Message):
+    __slots__ = ("engine", "node_id", "state", "tiers")
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    engine: _common_pb2.EngineInfo
+    node_id: str
+    state: str
+    tiers: bytes
+    def __init__(self, engine: _Optional[_Union[_common_pb2.EngineInfo, _Mapping]] = ..., node_id: _Optional[str] = ..., state: _Optional[str] = ..., tiers: _Optional[bytes] = ...) -> None: ...
+
+class ExplainResponse(_message.Message):
+    __slots__ = ("nodes", "engines")
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    ENGINES_FIELD_NUMBER: _ClassVar[int]
+    nodes: _containers.RepeatedCompositeFieldContainer[NodeTrace]
+    engines: _containers.RepeatedCompositeFieldContainer[EngineTrace]
+    def __init__(self, nodes: _Optional[_Iterable[_Union[NodeTrace, _Mapping]]] = ..., engines: _Optional[_Iterable[_Union[EngineTrace, _Mapping]]] = ...) -> None: ...
+
 class CopyRequest(_message.Message):
     __slots__ = ("node_ids",)
     NODE_IDS_FIELD_NUMBER: _ClassVar[int]

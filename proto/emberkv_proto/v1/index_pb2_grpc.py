@@ -163,6 +163,11 @@ class IndexStub(object):
                 request_serializer=emberkv__proto_dot_v1_dot_index__pb2.NodesRequest.SerializeToString,
                 response_deserializer=emberkv__proto_dot_v1_dot_index__pb2.NodesResponse.FromString,
                 _registered_method=True)
+        self.Explain = channel.unary_unary(
+                '/emberkv.v1.Index/Explain',
+                request_serializer=emberkv__proto_dot_v1_dot_index__pb2.QueryRequest.SerializeToString,
+                response_deserializer=emberkv__proto_dot_v1_dot_index__pb2.ExplainResponse.FromString,
+                _registered_method=True)
         self.Watch = channel.unary_stream(
                 '/emberkv.v1.Index/Watch',
                 request_serializer=emberkv__proto_dot_v1_dot_index__pb2.WatchRequest.SerializeToString,
@@ -186,6 +191,12 @@ class IndexServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Nodes(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Explain(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -216,6 +227,11 @@ def add_IndexServicer_to_server(servicer, server):
                     servicer.Nodes,
                     request_deserializer=emberkv__proto_dot_v1_dot_index__pb2.NodesRequest.FromString,
                     response_serializer=emberkv__proto_dot_v1_dot_index__pb2.NodesResponse.SerializeToString,
+            ),
+            'Explain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Explain,
+                    request_deserializer=emberkv__proto_dot_v1_dot_index__pb2.QueryRequest.FromString,
+                    response_serializer=emberkv__proto_dot_v1_dot_index__pb2.ExplainResponse.SerializeToString,
             ),
             'Watch': grpc.unary_stream_rpc_method_handler(
                     servicer.Watch,
@@ -283,6 +299,33 @@ class Index(object):
             '/emberkv.v1.Index/Nodes',
             emberkv__proto_dot_v1_dot_index__pb2.NodesRequest.SerializeToString,
             emberkv__proto_dot_v1_dot_index__pb2.NodesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Explain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/emberkv.v1.Index/Explain',
+            emberkv__proto_dot_v1_dot_index__pb2.QueryRequest.SerializeToString,
+            emberkv__proto_dot_v1_dot_index__pb2.ExplainResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from client_sdk.cli.status import NodeView, print_status, status_json
-from client_sdk.cli.where import choose_engine, node_where, read_tokens
+from client_sdk.cli.where import choose_engine, read_tokens
 from client_sdk.index_client import IndexedNode
 from client_sdk.status import NodeStatus, TierStatus
 from emberkv_proto.errors import ConfigError
@@ -18,7 +18,6 @@ from emberkv_proto.types import (
     EngineInfo,
     Incarnation,
     NamespaceId,
-    NodeHit,
     NodeId,
     Seq,
     Tier,
@@ -70,28 +69,15 @@ def test_what_is_no_token_id_is_refused(text: str) -> None:
         read_tokens(text)
 
 
-def test_a_hit_ends_where_a_block_is_missing_or_the_node_is_not_well() -> None:
-    whole = node_where(INDEXED, NodeHit(NODE, 4, 3, 1), 4)
-    assert whole.ends_because == "all full blocks are there"
-    part = node_where(INDEXED, NodeHit(NODE, 2, 2, 0), 4)
-    assert part.ends_because == "block 2 is in neither DRAM nor SSD"
-    nothing = node_where(INDEXED, None, 4)
-    assert (nothing.hit_blocks, nothing.ends_because) == (0, "block 0 is in neither DRAM nor SSD")
-    doubtful = node_where(replace(INDEXED, exactness="degraded"), None, 4)
-    assert doubtful.ends_because.endswith("as far as a degraded index knows")
-    assert node_where(INDEXED, None, 0).ends_because == "the prompt fills no block"
-    assert node_where(replace(INDEXED, state="gone"), None, 4).ends_because == "the node is gone"
-
-
 def test_the_chain_is_hashed_in_the_namespace_of_the_named_model() -> None:
     other = replace(ENGINE, model="other", namespace_id=NamespaceId(b"1" * 16))
-    nodes = [INDEXED, replace(INDEXED, engines=(other,))]
+    nodes = [ENGINE, other]
     assert choose_engine(nodes, "other") is other
     with pytest.raises(ConfigError, match=r"\(m, other\); name one"):
         choose_engine(nodes, "")
     with pytest.raises(ConfigError, match="no engine announced model 'x'; there is m, other"):
         choose_engine(nodes, "x")
-    assert choose_engine([INDEXED], "") is ENGINE
+    assert choose_engine([ENGINE], "") is ENGINE
 
 
 def test_the_index_matches_only_when_every_tier_counts_the_same() -> None:
