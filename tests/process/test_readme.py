@@ -92,10 +92,12 @@ def test_the_commands_of_a_cluster_of_your_own_work(tmp_path: Path) -> None:
     commands = [shlex.split(line, comments=True) for line in block.replace("\\\n", "").splitlines()]
     up, *others = commands
     assert up[:3] == [".venv/bin/emberkv", "up", "--config"]
-    assert [command[0] for command in others] == [".venv/bin/emberkv", "curl", ".venv/bin/emberkv"]
+    emberkv = ".venv/bin/emberkv"
+    assert [command[0] for command in others] == [emberkv, "curl", emberkv, emberkv]
     with running_up(tmp_path, up[3]) as cluster:
         addresses = {
             "status": ("--index", cluster.index_address),
+            "nodes": ("--index", cluster.index_address),
             "where": ("--index", cluster.index_address, "--router", cluster.router_url),
         }
         shown = []
@@ -110,7 +112,8 @@ def test_the_commands_of_a_cluster_of_your_own_work(tmp_path: Path) -> None:
             )
             assert ran.returncode == 0, ran.stdout + ran.stderr
             shown.append(ran.stdout)
-    status, answer, where = shown
+    status, answer, nodes, where = shown
+    assert "engine-a" in nodes
     assert "node-a" in status
     assert '"completion_tokens": 16' in answer
     assert "would choose engine-" in where
