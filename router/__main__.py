@@ -2,23 +2,40 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import random
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from client_sdk.logs import LogStyle
-from client_sdk.server_main import run_server, stop_signal, write_endpoint
+from client_sdk.server_main import read_command_line, run_from, stop_signal, write_endpoint
+from emberkv_proto.errors import EmberError
 from router.app import Router
 from router.config import RouterSettings
 from router.index_host import hosted_index
 
+log = logging.getLogger(__name__)
 
-async def serve(settings: RouterSettings) -> None:
-    """Serve until SIGTERM or SIGINT; then let running requests finish, and end."""
+
+async def serve(settings: RouterSettings, load: Callable[[], RouterSettings]) -> None:
+    """Serve until SIGTERM or SIGINT; then let running requests finish, and end.
+
+    On SIGHUP `load` reads the configuration anew; one that is wrong changes nothing.
+    """
     cfg, stop = settings.router, stop_signal()
     async with hosted_index(settings.index) as index:
         router = Router(cfg, index.view, random.SystemRandom())
         router.metrics.include(index.registry)
+
+        def reload() -> None:
+            try:
+                router.reconfigure(load().router)
+            except EmberError as error:
+                log.error("the configuration is not reloaded, nothing has changed: %s", error)
+
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
         async with router.running() as port:
             host = f"[{cfg.host}]" if ":" in cfg.host else cfg.host
             url = f"http://{host}:{port}"
@@ -29,11 +46,11 @@ async def serve(settings: RouterSettings) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    return run_server(
+    source = read_command_line("router", RouterSettings, arguments)
+    return run_from(
         "router",
-        RouterSettings,
-        serve,
-        arguments,
+        source,
+        lambda settings: serve(settings, source.load),
         lambda settings: LogStyle(settings.router.log_level, settings.router.log_format),
     )
 

@@ -7,10 +7,13 @@ import logging
 import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 from client_sdk.aio import TaskGroup
+from client_sdk.operator_gate import OperatorGate, read_token
+from router.admin import Admin
 from router.admission import Admission, AdmissionLimits
-from router.candidates import Preferences, make_policy
+from router.candidates import Preferences
 from router.config import RouterSection
 from router.decision import Chooser, EngineLimits
 from router.discovery.static import add_static_engines
@@ -18,6 +21,7 @@ from router.engine_client import EngineClient
 from router.engines import Engine, EngineTable
 from router.health import BreakerLimits
 from router.http_server import HttpServer
+from router.live import Changes, compare, with_live_changes
 from router.load import LoadLedger
 from router.metrics import RouterMetrics
 from router.predicted import PredictedChains
@@ -69,16 +73,17 @@ class Router:
         preferences = Preferences(
             cfg.near_best_fraction, cfg.least_loaded_candidates, cfg.tie_seconds, cfg.tie_fraction
         )
-        chooser = Chooser(
+        chooser = self._chooser = Chooser(
             self.engines,
             self.ledger,
             index,
             self.predicted,
             Tokenizer(EngineClient(self.pool), self.tokens, cfg.tokenize_seconds),
-            make_policy(cfg.policy, preferences),
+            cfg.policy,
+            preferences,
             self.speeds,
             self.metrics,
-            EngineLimits(cfg.max_inflight_per_engine, cfg.max_queued_tokens_per_engine),
+            _engine_limits(cfg),
             rng=rng,
             clock=loop.time,
         )
@@ -94,7 +99,10 @@ class Router:
             self.metrics,
             ProxyLimits(cfg.retries, cfg.retry_after_seconds),
         )
-        routes = Routes(proxy, chooser, self.engines, self.ledger, self.speeds, self.metrics)
+        self.admin = Admin(chooser, _gate(cfg.operator_token_file))
+        routes = Routes(
+            proxy, self.admin, chooser, self.engines, self.ledger, self.speeds, self.metrics
+        )
         limits = ServerLimits(cfg.max_body_bytes, cfg.max_header_bytes, cfg.client_idle_seconds)
         self.server = HttpServer(routes.handle, limits)
         self.prober = Prober(
@@ -132,6 +140,21 @@ class Router:
         finally:
             await self.pool.close()
 
+    def reconfigure(self, wanted: RouterSection) -> Changes:
+        """Take over what may change while serving; return that, and what waits for a restart."""
+        changes = compare(self._cfg, wanted)
+        cfg = self._cfg = with_live_changes(self._cfg, wanted)
+        if "policy" in changes.live:
+            self._chooser.set_policy(cfg.policy)
+        self._chooser.limits = _engine_limits(cfg)
+        self.admission.set_limits(_admission_limits(cfg))
+        self.admission.notice()
+        for key in changes.live:
+            log.info("reloaded router.%s: %s", key, getattr(cfg, key))
+        for key in changes.needs_restart:
+            log.warning("waits for a restart: router.%s", key)
+        return changes
+
     def check_integrity(self) -> None:
         parts = (
             self.engines,
@@ -166,6 +189,15 @@ class Router:
                 action()
             except Exception:
                 log.exception("periodic work of the router failed; it goes on")
+
+
+def _gate(path: Path | None) -> OperatorGate:
+    setting = "router.operator_token_file"
+    return OperatorGate(read_token(path, setting) if path else None, setting)
+
+
+def _engine_limits(cfg: RouterSection) -> EngineLimits:
+    return EngineLimits(cfg.max_inflight_per_engine, cfg.max_queued_tokens_per_engine)
 
 
 def _admission_limits(cfg: RouterSection) -> AdmissionLimits:

@@ -11,7 +11,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import xxhash
+
 from router.scoring import Estimate, Holding, Load, Speeds, estimate, queue_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request as a policy sees it. Equal `affinity` means an equal beginning (or session)."""
+
+    prompt_tokens: int
+    affinity: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +37,7 @@ class Candidate:
 class Policy(Protocol):
     """How one of several engines is picked."""
 
-    def pick(
-        self, prompt_tokens: int, candidates: Sequence[Candidate], rng: random.Random
-    ) -> Candidate:
+    def pick(self, asked: Asked, candidates: Sequence[Candidate], rng: random.Random) -> Candidate:
         """Return one of `candidates`, which is never empty. Changes nothing but `rng`."""
         ...
 
@@ -71,26 +79,25 @@ def _queue(candidate: Candidate) -> float:
 class CostPolicy:
     """Least estimated time to the first token. Without any hit that is the shortest queue.
 
-    Among equals the one that computes least is taken, then the one with fewest requests: waiting
-    for a sibling's prefill takes as long as repeating it elsewhere, but costs nobody anything.
+    Among equals the one that computes least is taken, then the one that brings least from other
+    nodes, then the one with fewest requests: waiting for a sibling's prefill takes as long as
+    repeating it elsewhere, but costs nobody anything, and what is brought displaces other blocks.
     """
 
     preferences: Preferences
 
-    def pick(
-        self, prompt_tokens: int, candidates: Sequence[Candidate], rng: random.Random
-    ) -> Candidate:
+    def pick(self, asked: Asked, candidates: Sequence[Candidate], rng: random.Random) -> Candidate:
         listed = short_list(candidates, self.preferences)
-        terms = [estimate_of(item, prompt_tokens) for item in listed]
+        terms = [estimate_of(item, asked.prompt_tokens) for item in listed]
         best = min(term.total_seconds for term in terms)
         limit = best + max(self.preferences.tie_seconds, best * self.preferences.tie_fraction)
         equal = [
-            (term.uncached_tokens, item)
+            ((term.uncached_tokens, term.used.peer_tokens), item)
             for item, term in zip(listed, terms, strict=True)
             if term.total_seconds <= limit
         ]
-        least = min(uncached for uncached, _ in equal)
-        return _fewest_active([item for uncached, item in equal if uncached == least], rng)
+        least = min(toll for toll, _ in equal)
+        return _fewest_active([item for toll, item in equal if toll == least], rng)
 
     def routed(self, url: str) -> None:
         """The ledger knows; nothing is kept here."""
@@ -99,9 +106,7 @@ class CostPolicy:
 class LeastLoadPolicy:
     """Shortest queue, whatever is cached where."""
 
-    def pick(
-        self, prompt_tokens: int, candidates: Sequence[Candidate], rng: random.Random
-    ) -> Candidate:
+    def pick(self, asked: Asked, candidates: Sequence[Candidate], rng: random.Random) -> Candidate:
         queues = [_queue(item) for item in candidates]
         shortest = min(queues)
         return _fewest_active(
@@ -118,9 +123,7 @@ class RoundRobinPolicy:
     def __init__(self) -> None:
         self._last_url = ""
 
-    def pick(
-        self, prompt_tokens: int, candidates: Sequence[Candidate], rng: random.Random
-    ) -> Candidate:
+    def pick(self, asked: Asked, candidates: Sequence[Candidate], rng: random.Random) -> Candidate:
         ordered = sorted(candidates, key=lambda candidate: candidate.url)
         following = [item for item in ordered if item.url > self._last_url]
         return (following or ordered)[0]
@@ -129,12 +132,70 @@ class RoundRobinPolicy:
         self._last_url = url
 
 
+class MaxHitPolicy:
+    """The longest hit on the engine's own node, whatever waits there. For comparison."""
+
+    def pick(self, asked: Asked, candidates: Sequence[Candidate], rng: random.Random) -> Candidate:
+        longest = max(item.holding.node_tokens for item in candidates)
+        return _fewest_active(
+            [item for item in candidates if item.holding.node_tokens == longest], rng
+        )
+
+    def routed(self, url: str) -> None:
+        """The ledger knows; nothing is kept here."""
+
+
+class ConsistentHashPolicy:
+    """Equal beginnings go to equal engines, whatever is cached or waits there.
+
+    By rendezvous: an engine that leaves moves only its own share, and one that is full or dead is
+    passed over for each beginning's next. Without a beginning: the shortest queue.
+    """
+
+    def pick(self, asked: Asked, candidates: Sequence[Candidate], rng: random.Random) -> Candidate:
+        seed = asked.affinity
+        if seed is None:
+            return LeastLoadPolicy().pick(asked, candidates, rng)
+        return max(candidates, key=lambda item: (_weight(item.url, seed), item.url))
+
+    def routed(self, url: str) -> None:
+        """The ledger knows; nothing is kept here."""
+
+
+class LMetricPolicy:
+    """Least product of tokens to prefill and requests to serve, as LMetric (arXiv 2603.15202)."""
+
+    def pick(self, asked: Asked, candidates: Sequence[Candidate], rng: random.Random) -> Candidate:
+        products = [_product(item, asked.prompt_tokens) for item in candidates]
+        least = min(products)
+        return _fewest_active(
+            [item for item, product in zip(candidates, products, strict=True) if product == least],
+            rng,
+        )
+
+    def routed(self, url: str) -> None:
+        """The ledger knows; nothing is kept here."""
+
+
+def _product(candidate: Candidate, prompt_tokens: int) -> int:
+    load = candidate.load
+    new = estimate_of(candidate, prompt_tokens).uncached_tokens
+    return (load.queued_prefill_tokens + new) * (load.active_requests + 1)
+
+
+def _weight(url: str, seed: int) -> int:
+    return xxhash.xxh3_64_intdigest(url.encode(), seed=seed & (1 << 64) - 1)
+
+
 def make_policy(name: str, preferences: Preferences) -> Policy:
     """Return the policy called `name` in the settings."""
     policies: Mapping[str, Policy] = {
         "cost": CostPolicy(preferences),
         "least_load": LeastLoadPolicy(),
         "round_robin": RoundRobinPolicy(),
+        "max_hit": MaxHitPolicy(),
+        "consistent_hash": ConsistentHashPolicy(),
+        "lmetric": LMetricPolicy(),
     }
     return policies[name]
 

@@ -16,6 +16,7 @@ MIB = 1 << 20
 Bytes = Annotated[int, Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0)]
 Speed = Annotated[float, Field(gt=0)]
+PolicyName = Literal["cost", "least_load", "round_robin", "max_hit", "consistent_hash", "lmetric"]
 Port = Annotated[int, Field(ge=0, le=65535)]
 
 
@@ -48,7 +49,11 @@ class RouterSection(Section):
     """JSON with url, index_address and pid, written whole once the router serves."""
     engines: tuple[StaticEngine, ...] = ()
     """Engines known from the start, beside those that daemons announce through the index."""
-    policy: Literal["cost", "least_load", "round_robin"] = "cost"
+    policy: PolicyName = "cost"
+    """All but cost are for comparison. Switched live by POST /admin/policy."""
+
+    operator_token_file: Path | None = None
+    """Secret that calls of /admin from other machines send; without it only loopback may call."""
 
     prefill_tokens_per_second: Speed = 5000.0
     """First guess of an engine's prefill speed. It and the next four are learned from answers."""

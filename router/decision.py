@@ -17,7 +17,8 @@ import numpy as np
 
 from emberkv_proto.hashing import block_hashes, index_keys
 from emberkv_proto.types import ChainHits, EngineHit, NamespaceId, NodeHit
-from router.candidates import Candidate, Policy, estimate_of
+from router.candidates import Asked, Candidate, Preferences, estimate_of, make_policy
+from router.config import PolicyName
 from router.engines import Engine, EngineTable
 from router.load import LoadLedger
 from router.metrics import RouterMetrics
@@ -36,6 +37,7 @@ from router.view import IndexView
 
 log = logging.getLogger(__name__)
 
+AFFINITY_TOKENS = 1024
 BYTES_PER_TOKEN = 4
 """Guess of a prompt's length where its tokens are unknown; only the queue estimate uses it."""
 
@@ -96,6 +98,8 @@ class Plan:
     prompt_tokens: int
     no_tokens: NoTokens | None
     chains: dict[ChainKind, Chain] = field(default_factory=dict)
+    affinity: int | None = None
+    """The same for requests that begin with the same `AFFINITY_TOKENS`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -138,7 +142,8 @@ class Chooser:
         index: IndexView,
         predicted: PredictedChains,
         tokenizer: Tokenizer,
-        policy: Policy,
+        policy: PolicyName,
+        preferences: Preferences,
         speeds: SpeedBook,
         metrics: RouterMetrics,
         limits: EngineLimits,
@@ -151,12 +156,18 @@ class Chooser:
         self._index = index
         self._predicted = predicted
         self._tokenizer = tokenizer
-        self._policy = policy
+        self._preferences = preferences
+        self.set_policy(policy)
         self._speeds = speeds
         self._metrics = metrics
         self.limits = limits
         self._rng = rng
         self._clock = clock
+
+    def set_policy(self, name: PolicyName) -> None:
+        """From the next choice on; what a policy kept for itself begins anew."""
+        self.policy_name = name
+        self._policy = make_policy(name, self._preferences)
 
     async def plan(self, body: Mapping[str, Any], body_bytes: int) -> Plan:
         """Find out what the request's blocks are and who holds them.
@@ -177,7 +188,10 @@ class Chooser:
         salt_bytes = salt.encode("utf-8", "surrogatepass") if isinstance(salt, str) else b""
         for kind in {_kind(engine) for engine in engines}:
             if kind is not None and len(tokens) >= kind.block_tokens:
-                plan.chains[kind] = await self._look_up(kind, tokens, salt_bytes)
+                chain = await self._look_up(kind, tokens, salt_bytes)
+                plan.chains[kind] = chain
+                blocks = max(1, AFFINITY_TOKENS // kind.block_tokens)
+                plan.affinity = chain.keys[min(blocks, len(chain.keys)) - 1]
         return plan
 
     def choose(self, plan: Plan, excluded: Collection[str]) -> Decision:
@@ -196,7 +210,7 @@ class Chooser:
                 f" or {self.limits.max_queued_tokens} tokens to prefill"
             )
         scored = [self._candidate(engine, plan) for engine in open_engines]
-        picked = self._policy.pick(plan.prompt_tokens, scored, self._rng)
+        picked = self._policy.pick(Asked(plan.prompt_tokens, plan.affinity), scored, self._rng)
         most = max(candidate.holding.node_tokens for candidate in scored)
         engine = next(engine for engine in open_engines if engine.url == picked.url)
         kind = _kind(engine)

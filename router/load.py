@@ -45,6 +45,9 @@ class Charge:
             self._entry.queued_tokens -= self._queued_tokens
             self._entry.queued_pairs -= self._queued_pairs
             self._queued_tokens = self._queued_pairs = 0
+            if self is next(iter(self._entry.waiting)):
+                self._entry.busy_since = self._ledger.now()
+            del self._entry.waiting[self]
             self._ledger.freed()
 
     def finished(self) -> None:
@@ -86,10 +89,14 @@ class Charge:
 
 
 class _Entry:
-    __slots__ = ("charges", "queued_pairs", "queued_tokens")
+    __slots__ = ("busy_since", "charges", "queued_pairs", "queued_tokens", "waiting")
 
     def __init__(self) -> None:
         self.charges: set[Charge] = set()
+        self.waiting: dict[Charge, None] = {}
+        """Those with tokens to prefill, oldest first."""
+        self.busy_since = 0.0
+        """When the engine may have begun with the first of them."""
         self.queued_tokens = 0
         self.queued_pairs = 0
 
@@ -111,6 +118,10 @@ class LoadLedger:
         tokens, pairs = max(0, prefill_tokens), max(0, attention_pairs)
         charge = Charge(self, url, entry, tokens, pairs, self._clock())
         entry.charges.add(charge)
+        if tokens:
+            if not entry.waiting:
+                entry.busy_since = self._clock()
+            entry.waiting[charge] = None
         entry.queued_tokens += tokens
         entry.queued_pairs += pairs
         return charge
@@ -119,7 +130,17 @@ class LoadLedger:
         entry = self._entries.get(url)
         if entry is None:
             return Load()
-        return Load(len(entry.charges), entry.queued_tokens, entry.queued_pairs)
+        if not entry.waiting:
+            return Load(len(entry.charges))
+        first = next(iter(entry.waiting))
+        return Load(
+            len(entry.charges),
+            entry.queued_tokens,
+            entry.queued_pairs,
+            first.queued_tokens,
+            first.queued_pairs,
+            self._clock() - entry.busy_since,
+        )
 
     def active_requests(self, url: str) -> int:
         entry = self._entries.get(url)
@@ -131,6 +152,9 @@ class LoadLedger:
 
     def total_requests(self) -> int:
         return sum(len(entry.charges) for entry in self._entries.values())
+
+    def now(self) -> float:
+        return self._clock()
 
     def releases_per_second(self, url: str) -> float:
         """The pace at which this engine finishes requests now; 0 where none has finished yet."""
@@ -161,6 +185,8 @@ class LoadLedger:
             assert entry.charges, f"{url} is listed without a request"
             queued = sum(charge.queued_tokens for charge in entry.charges)
             assert entry.queued_tokens == queued, f"{url}: {entry.queued_tokens} != {queued}"
+            waiting = {charge for charge in entry.charges if charge.queued_tokens}
+            assert waiting == entry.waiting.keys(), f"{url}: {len(entry.waiting)} wait"
             pairs = sum(charge.queued_pairs for charge in entry.charges)
             assert entry.queued_pairs == pairs, f"{url}: {entry.queued_pairs} != {pairs}"
         assert all(mean >= SHORTEST_SECONDS for mean in self._mean_seconds.values())

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from emberkv_proto import __version__
+from router.admin import Admin
 from router.decision import Chooser, NoEngineError, SaturatedError, UnknownModelError
 from router.engines import EngineTable
 from router.explain import explain, worker
@@ -27,6 +28,7 @@ class Routes:
     def __init__(
         self,
         proxy: Proxy,
+        admin: Admin,
         chooser: Chooser,
         engines: EngineTable,
         ledger: LoadLedger,
@@ -45,6 +47,7 @@ class Routes:
             "/detokenize": {"POST": proxy.pass_on},
             "/v1/models": {"GET": _own(self._models)},
             "/route/explain": {"POST": self._explain},
+            "/admin/policy": {"GET": admin.show_policy, "POST": admin.set_policy},
             "/workers": {"GET": _own(self._workers)},
             "/health": {"GET": _own(self._health)},
             "/ready": {"GET": _own(self._ready)},

@@ -43,6 +43,11 @@ class Load:
     active_requests: int = 0
     queued_prefill_tokens: int = 0
     queued_attention_pairs: int = 0
+    first_tokens: int = 0
+    """Of the queued ones, those of the request that is prefilled first."""
+    first_attention_pairs: int = 0
+    first_seconds: float = 0.0
+    """How long the engine may have worked on it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,11 +125,17 @@ def holding_from(
 
 
 def queue_seconds(load: Load, speeds: Speeds) -> float:
-    """Seconds of work ahead of a request that comes now."""
-    return (
-        speeds.work_seconds(load.queued_prefill_tokens, load.queued_attention_pairs)
-        + load.active_requests * speeds.decode_request_seconds
-    )
+    """Seconds of work ahead of a request that comes now.
+
+    Of the first queued request, what the time since it could begin has done is taken off; no more,
+    so that an engine that has stopped does not look idle.
+    """
+    seconds = load.active_requests * speeds.decode_request_seconds
+    if load.queued_prefill_tokens:
+        first = speeds.work_seconds(load.first_tokens, load.first_attention_pairs)
+        queued = speeds.work_seconds(load.queued_prefill_tokens, load.queued_attention_pairs)
+        seconds += queued - min(load.first_seconds, first)
+    return seconds
 
 
 def estimate(prompt_tokens: int, holding: Holding, load: Load, speeds: Speeds) -> Estimate:

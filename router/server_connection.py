@@ -129,6 +129,15 @@ class ServerConnection(asyncio.Protocol):
         self._transport.abort()
 
     @property
+    def peer(self) -> str:
+        """The client's address as gRPC writes it: ipv4:127.0.0.1:80, ipv6:[::1]:80."""
+        name = self._transport.get_extra_info("peername")
+        if not isinstance(name, tuple) or len(name) < 2:
+            return "unknown:"
+        host, port = name[:2]
+        return f"ipv6:[{host}]:{port}" if ":" in host else f"ipv4:{host}:{port}"
+
+    @property
     def wants_keep_alive(self) -> bool:
         """Whether the current response may promise to keep the connection."""
         return (

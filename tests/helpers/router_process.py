@@ -31,11 +31,15 @@ class RouterProcess:
 
 
 @asynccontextmanager
-async def router_process(tmp_path: Path, *settings: str) -> AsyncIterator[RouterProcess]:
+async def router_process(
+    tmp_path: Path, *settings: str, config: Path | None = None
+) -> AsyncIterator[RouterProcess]:
     file = tmp_path / "run" / "router.json"
     own = (f"router.endpoint_file={file}", "router.port=0", "index.port=0")
     process = await asyncio.create_subprocess_exec(
-        *command(*own, *settings), stdout=asyncio.subprocess.DEVNULL
+        *command(*own, *settings),
+        *(() if config is None else ("--config", str(config))),
+        stdout=asyncio.subprocess.DEVNULL,
     )
     try:
         async with timeout(30):

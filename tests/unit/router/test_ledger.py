@@ -14,9 +14,9 @@ from router.scoring import Load
 
 
 def test_a_charge_counts_at_once_and_is_gone_after_the_block() -> None:
-    ledger = LoadLedger()
+    ledger = LoadLedger(lambda: 0.0)
     with ledger.charge("a", 100) as charge:
-        assert ledger.load("a") == Load(1, 100)
+        assert ledger.load("a") == Load(1, 100, first_tokens=100)
         charge.prefilled()
         charge.prefilled()
         assert ledger.load("a") == Load(1, 0)
@@ -27,26 +27,50 @@ def test_a_charge_counts_at_once_and_is_gone_after_the_block() -> None:
 
 
 def test_a_charge_is_released_by_an_error_too() -> None:
-    ledger = LoadLedger()
+    ledger = LoadLedger(lambda: 0.0)
     with pytest.raises(RuntimeError), ledger.charge("a", 100):
         raise RuntimeError
     assert ledger.load("a") == Load()
 
 
 def test_a_second_release_is_refused_and_changes_nothing() -> None:
-    ledger = LoadLedger()
+    ledger = LoadLedger(lambda: 0.0)
     charge = ledger.charge("a", 5)
     other = ledger.charge("a", 7)
     charge.release()
     with pytest.raises(IntegrityError, match="twice"):
         charge.release()
-    assert ledger.load("a") == Load(1, 7)
+    assert ledger.load("a") == Load(1, 7, first_tokens=7)
     other.release()
     ledger.check_integrity()
 
 
+def test_the_first_in_the_queue_counts_from_when_it_could_begin() -> None:
+    now = 10.0
+    ledger = LoadLedger(lambda: now)
+    one = ledger.charge("a", 100, 1000)
+    now = 11.0
+    two = ledger.charge("a", 30, 300)
+    three = ledger.charge("a", 5)
+    assert ledger.load("a") == Load(3, 135, 1300, 100, 1000, 1.0)
+    now = 12.0
+    three.release()  # it was not the first: the first is no further back
+    assert ledger.load("a") == Load(2, 130, 1300, 100, 1000, 2.0)
+    one.prefilled()
+    now = 12.5
+    assert ledger.load("a") == Load(2, 30, 300, 30, 300, 0.5)
+    two.prefilled()
+    assert ledger.load("a") == Load(2)
+    now = 20.0
+    late = ledger.charge("a", 7)
+    assert ledger.load("a") == Load(3, 7, 0, 7, 0, 0.0)
+    for charge in (one, two, late):
+        ledger.check_integrity()
+        charge.release()
+
+
 def test_random_charges_and_releases_always_add_up() -> None:
-    ledger, rng, live = LoadLedger(), Random(3), []
+    ledger, rng, live = LoadLedger(lambda: 0.0), Random(3), []
     for _ in range(2000):
         step = rng.random()
         if step < 0.5 or not live:

@@ -220,11 +220,8 @@ async def test_workers_metrics_ready_and_tokenize() -> None:
         await request(router.port, "/v1/completions", PROMPT)
         (worker,) = (await request(router.port, "/workers")).json["workers"]
         assert worker["state"] == "healthy"
-        assert worker["load"] == {
-            "active_requests": 0,
-            "queued_prefill_tokens": 0,
-            "queued_attention_pairs": 0,
-        }
+        assert set(worker["load"].values()) == {0}
+        assert {"active_requests", "queued_prefill_tokens"} <= worker["load"].keys()
         metrics = await request(router.port, "/metrics")
         assert metrics.headers["content-type"].startswith("text/plain")
         assert b'emberkv_router_requests_total{engine="' in metrics.body

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from emberkv_proto.types import EngineHit, NodeHit, NodeId
 from router.candidates import (
+    Asked,
     Candidate,
     CostPolicy,
     LeastLoadPolicy,
@@ -49,6 +50,20 @@ def test_each_tier_costs_what_its_speed_says() -> None:
     assert terms.prefill_seconds == pytest.approx(0.6)
     assert terms.queue_seconds == pytest.approx(0.5 + 0.1)
     assert terms.total_seconds == pytest.approx(1.4)
+
+
+def test_what_was_done_of_the_first_request_is_taken_off_but_never_more() -> None:
+    queued = Load(2, 1500, 0, 1000, 0, 0.4)
+    assert queue_seconds(queued, SPEEDS) == pytest.approx(0.1 + 1.5 - 0.4)
+    stopped = Load(2, 1500, 0, 1000, 0, 1e9)
+    assert queue_seconds(stopped, SPEEDS) == pytest.approx(0.1 + 0.5)
+
+
+def test_long_contexts_cost_more_where_the_quadratic_term_is_known() -> None:
+    quadratic = Speeds(1000.0, 1e4, 1e4, 1e4, 0.1, 0.0, 1e-6)
+    terms = estimate(2000, Holding(1000), Load(1, 100, 10**6), quadratic)
+    assert terms.prefill_seconds == pytest.approx(1.0 + 1000 * 1500 * 1e-6)
+    assert terms.queue_seconds == pytest.approx(0.1 + 1.0)
 
 
 def test_a_short_peer_stretch_is_recomputed_and_a_long_one_fetched() -> None:
@@ -152,19 +167,19 @@ def test_the_longest_hit_wins_until_its_queue_costs_more() -> None:
     rng = Random(1)
     calm = [candidate("hit", 1000, 1, 100), candidate("idle")]
     full = [candidate("hit", 1000, 1, 3000), candidate("idle")]
-    assert COST.pick(1500, calm, rng).url == "hit"
-    assert COST.pick(1500, full, rng).url == "idle"
+    assert COST.pick(Asked(1500), calm, rng).url == "hit"
+    assert COST.pick(Asked(1500), full, rng).url == "idle"
 
 
 def test_a_miss_goes_to_the_idle_engine_however_much_it_holds() -> None:
     engines = [candidate("busy", 0, 3, 4000), candidate("idle", 0)]
-    assert COST.pick(100, engines, Random(0)).url == "idle"
+    assert COST.pick(Asked(100), engines, Random(0)).url == "idle"
 
 
 def test_without_hits_equal_engines_share_evenly() -> None:
     engines = [candidate(f"e{i}") for i in range(4)]
     rng = Random(7)
-    spread = Counter(COST.pick(100, engines, rng).url for _ in range(400))
+    spread = Counter(COST.pick(Asked(100), engines, rng).url for _ in range(400))
     assert min(spread.values()) > 60
 
 
@@ -174,13 +189,13 @@ def test_ties_go_to_fewer_active_requests() -> None:
         candidate("three", active=3, speeds=speeds),
         candidate("one", active=1, speeds=speeds),
     ]
-    assert {COST.pick(10, engines, Random(i)).url for i in range(10)} == {"one"}
+    assert {COST.pick(Asked(10), engines, Random(i)).url for i in range(10)} == {"one"}
 
 
 def test_a_sibling_waits_for_the_prefill_rather_than_repeat_it_elsewhere() -> None:
     computing = Candidate("a", Load(1, 2000), Holding(hbm_tokens=2000), SPEEDS)
     idle = [candidate(f"idle{i}") for i in range(7)]
-    assert COST.pick(2010, [computing, *idle], Random(0)).url == "a"
+    assert COST.pick(Asked(2010), [computing, *idle], Random(0)).url == "a"
 
 
 def test_round_robin_takes_turns_and_skips_who_is_missing() -> None:
@@ -188,7 +203,7 @@ def test_round_robin_takes_turns_and_skips_who_is_missing() -> None:
     engines = [candidate("b"), candidate("a"), candidate("c")]
     turns = []
     for given_engines in (engines, engines, engines[:2], engines):
-        url = policy.pick(1, given_engines, Random(0)).url
+        url = policy.pick(Asked(1), given_engines, Random(0)).url
         policy.routed(url)
         turns.append(url)
     assert turns == ["a", "b", "a", "b"]
@@ -196,7 +211,7 @@ def test_round_robin_takes_turns_and_skips_who_is_missing() -> None:
 
 def test_least_load_ignores_what_is_cached() -> None:
     engines = [candidate("hit", 10_000, 1), candidate("idle")]
-    assert LeastLoadPolicy().pick(10_001, engines, Random(0)).url == "idle"
+    assert LeastLoadPolicy().pick(Asked(10_001), engines, Random(0)).url == "idle"
 
 
 @given(st.lists(st.tuples(tokens, loads), min_size=1, max_size=8), st.integers(0, 100))
@@ -207,7 +222,7 @@ def test_the_pick_is_never_beaten_by_more_than_a_tie_among_the_listed(
         Candidate(f"e{i}", load, Holding(dram_tokens=held), SPEEDS)
         for i, (held, load) in enumerate(shapes)
     ]
-    picked = COST.pick(6000, engines, Random(seed))
+    picked = COST.pick(Asked(6000), engines, Random(seed))
     listed = short_list(engines, PREFERENCES)
     assert picked in listed
     times = {e.url: estimate(6000, e.holding, e.load, SPEEDS).total_seconds for e in listed}

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.candidates import Candidate, CostPolicy, Preferences
+from router.candidates import Asked, Candidate, CostPolicy, Preferences
 from router.scoring import NOTHING, Load, Speeds, attention_pairs
 from router.speeds import LearningLimits, SpeedBook
 from router.stretches import Worked
@@ -98,7 +98,7 @@ def test_a_slow_engine_is_found_slow_and_recovers(factor: float, seed: int) -> N
 
     def picks(rng: Random) -> set[str]:
         engines = [Candidate(url, Load(), NOTHING, fleet.book.of(url)) for url in "ab"]
-        return {policy.pick(8000, engines, rng).url for _ in range(20)}
+        return {policy.pick(Asked(8000), engines, rng).url for _ in range(20)}
 
     fleet.run("a", quick, 80)
     fleet.run("b", slow, 80)
