@@ -177,7 +177,7 @@ class RedisLink:
                 " answers; set it to noeviction",
                 info["maxmemory_policy"],
             )
-        if info.get("redis_mode") != "cluster":
+        if "cluster" not in (info.get("redis_mode"), info.get("server_mode")):  # the latter: Valkey
             return alone
         await _close(alone)
         cluster = RedisCluster.from_url(self._section.redis_url, **options, retry=no_retry)

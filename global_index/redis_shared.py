@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 
 FLUSH_SECONDS = 0.02
 REFRESH_SECONDS = 1.0
+CANCEL_SECONDS = 0.5
 GIVE_UP_AT_ONCE = 8
 """Leases over one's share that are passed on at one heartbeat."""
 
@@ -330,6 +331,9 @@ class SharedIndex:
 
 
 async def _end(tasks: Sequence[asyncio.Future[None]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    """Cancel until it works: redis-py swallows a cancellation that meets a connection's set-up."""
+    pending = {task for task in tasks if not task.done()}
+    while pending:
+        for task in pending:
+            task.cancel()
+        _, pending = await asyncio.wait(pending, timeout=CANCEL_SECONDS)

@@ -12,8 +12,11 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
+import redis.asyncio
+from redis.asyncio.cluster import RedisCluster
 
 START_SECONDS = 20.0
 _NAMES = ("redis-server", "valkey-server")
@@ -45,6 +48,16 @@ class RedisServer:
     @property
     def url(self) -> str:
         return f"redis://127.0.0.1:{self.port}"
+
+    @property
+    def is_in_cluster(self) -> bool:
+        return "--cluster-enabled" in self.command
+
+    def client(self) -> Any:
+        """A new asyncio client of the server, or of its whole cluster."""
+        if self.is_in_cluster:
+            return RedisCluster(host="127.0.0.1", port=self.port, socket_timeout=5)
+        return redis.asyncio.Redis(port=self.port, socket_timeout=5)
 
     def kill(self) -> None:
         self.process.kill()

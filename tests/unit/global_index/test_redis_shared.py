@@ -29,7 +29,7 @@ from global_index.redis_registry import parse_registry
 from global_index.redis_schema import TAGS, RedisSchema, keys_of
 from tests.helpers.event_publisher import EventPublisher, stored
 from tests.helpers.model_daemon import ModelDaemon, ModelServer, as_keys
-from tests.helpers.redis_server import RedisServer, redis_server
+from tests.helpers.redis_server import RedisServer, redis_cluster, redis_server
 
 CHAIN = as_keys(range(1, 201))
 ENGINE = EngineInfo("e1", "http://127.0.0.1:8000", "m", NamespaceId(b"n" * 16), 64)
@@ -88,7 +88,7 @@ async def until(holds: Callable[[], Awaitable[bool]], seconds: float = 40.0) -> 
 async def redis_equals(server: RedisServer, nodes: list[ModelServer]) -> bool:
     """Whether Redis has exactly the rows of these daemons, and says so."""
     schema = RedisSchema()
-    async with redis.asyncio.Redis(port=server.port, socket_timeout=5) as client:
+    async with server.client() as client:
         records = parse_registry(b"", await client.hgetall(schema.registry("records"))).records
         for node in nodes:
             record = records.get(NodeId(node.daemon.node_id))
@@ -360,6 +360,29 @@ async def test_growing_node_is_cut_into_more_slices_and_loses_nothing(server: Re
         async with redis.asyncio.Redis(port=server.port) as client:
             fences = [await client.get(RedisSchema().fence(tag, number)) for tag in range(16)]
         assert all(int(fence.split(b":")[1]) >= 2 for fence in fences)
+
+
+async def test_cluster_is_recognised_and_shared_like_a_single_server() -> None:
+    with redis_cluster() as servers:
+        server = servers[0]
+        async with (
+            daemons(3) as nodes,
+            sharing(server, nodes, "a") as first,
+            sharing(servers[1], nodes, "b") as second,
+        ):
+            await until(lambda: redis_equals(server, nodes))
+            await all_answer([first, second], nodes)
+            nodes[0].daemon.clear(Tier.DRAM)
+            nodes[1].daemon.remove(Tier.DRAM, range(40, 50))
+            await until(lambda: redis_equals(server, nodes))
+            await all_answer([first, second], nodes)
+            # One master stops for a while: answers go on, and end up exact.
+            servers[2].stop()
+            nodes[2].daemon.store(Tier.SSD, range(141, 160))
+            await asyncio.sleep(1.5)
+            servers[2].go_on()
+            await until(lambda: redis_equals(server, nodes))
+            await all_answer([first, second], nodes)
 
 
 async def test_random_events_and_failures_end_with_redis_equal_to_the_daemons(
