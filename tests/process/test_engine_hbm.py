@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -16,8 +18,10 @@ from global_index.config import IndexSection
 from global_index.embedded import GlobalIndex
 from global_index.hbm.engines import StreamState
 from tests.helpers.daemon_process import DaemonProcess
-from tests.helpers.router_client import request, running_router
+from tests.helpers.router_client import request
+from tests.helpers.router_process import router_process
 from tests.helpers.torch_engine_process import TorchEngineProcess
+from tests.helpers.waiting import until
 
 pytestmark = pytest.mark.process
 FULL_BLOCKS = 12
@@ -37,10 +41,10 @@ def free_ports() -> int:
     raise AssertionError("no two ports in a row are free")
 
 
-async def until(holds: Callable[[], bool], seconds: float = 30.0) -> None:
+async def until_asked(holds: Callable[[], Awaitable[bool]], seconds: float = 30.0) -> None:
     async with aio.timeout(seconds):
-        while not holds():  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
+        while not await holds():  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
 
 
 @pytest.fixture(scope="module")
@@ -109,27 +113,41 @@ async def test_an_index_that_comes_later_asks_for_what_was_said_before(
 
 
 async def test_the_router_shows_and_counts_what_the_engine_tells(
-    engine: TorchEngineProcess, index: GlobalIndex
+    engine: TorchEngineProcess, daemon: DaemonProcess, tmp_path: Path
 ) -> None:
     prompt = list(range(20, 70))
-    await until(lambda: is_current(index))
-    async with running_router(index=index, predicted_seconds=0.01) as router:
-        body = {"model": "ember-tiny", "prompt": prompt, "max_tokens": 1}
-        got = await request(router.port, "/v1/completions", body)
-        assert got.headers["x-emberkv-engine"] == "engine-a"
-        info = announced(index)
-        assert info is not None
-        keys = chain(info, prompt)
-        await until(lambda: held(index.hits(keys)) == (FULL_BLOCKS, FULL_BLOCKS))
-        got = await request(router.port, "/route/explain", body)
-        (hit,) = got.json["chains"][0]["engine_hits"]
-        assert (hit["engine_id"], hit["hbm_blocks"]) == ("engine-a", FULL_BLOCKS)
-        (terms,) = got.json["engines"]
+    body = {"model": "ember-tiny", "prompt": prompt, "max_tokens": 1}
+    nodes = f"index.nodes=['{daemon.endpoints['grpc_address']}']"
+    async with router_process(tmp_path, nodes, "router.predicted_seconds=0.01") as router:
+
+        async def told() -> int:
+            """Blocks in HBM, as /route/explain has them from the engine's events."""
+            got = await request(router.port, "/route/explain", body)
+            if got.status != 200 or not got.json["chains"]:
+                return 0
+            hits = got.json["chains"][0]["engine_hits"]
+            return sum(hit["hbm_blocks"] for hit in hits if hit["engine_id"] == "engine-a")
+
+        async def answers() -> bool:
+            return (await request(router.port, "/v1/completions", body)).status == 200
+
+        async def knows() -> bool:
+            return await told() == FULL_BLOCKS
+
+        async def counted() -> bool:
+            wanted = b"emberkv_router_told_hbm_tokens_total 48.0"
+            return wanted in (await request(router.port, "/metrics")).body
+
+        await until_asked(answers)
+        await until_asked(knows)
+        (terms,) = (await request(router.port, "/route/explain", body)).json["engines"]
         assert terms["holding"]["hbm_tokens"] == 4 * FULL_BLOCKS
         assert terms["fetch_seconds"] == 0
-        await request(router.port, "/v1/completions", body)
-        await router.settled()
-        assert router.counter("told_hbm_tokens_total") == 4 * FULL_BLOCKS
+        got = await request(router.port, "/v1/completions", body)
+        assert got.headers["x-emberkv-hit-tokens"] == str(4 * FULL_BLOCKS)
+        await until_asked(counted)
+        metrics = (await request(router.port, "/metrics")).body.decode()
+        assert re.search(r'emberkv_index_engine_current{engine="[^"]*/engine-a/0"} 1.0', metrics)
 
 
 async def test_a_stopped_engine_leaves_the_answers_and_comes_back(

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from benchmarks._vllm import PAGE_TOKENS, Engine, transfer_config
-from client_sdk import aio
 from emberkv_proto.hashing import block_hashes, index_keys
 from emberkv_proto.types import EngineInfo, TierDigest
 from global_index.config import IndexSection
 from global_index.embedded import GlobalIndex
 from global_index.hbm.engines import StreamState
 from tests.helpers.daemon_process import MIB, DaemonProcess
+from tests.helpers.waiting import until
 
 pytestmark = pytest.mark.timeout(600)
 Prompts = Callable[..., list[dict[str, Any]]]
@@ -30,12 +30,6 @@ def two_ports() -> list[int]:
         for probe in (one, two):
             probe.bind(("127.0.0.1", 0))
         return [probe.getsockname()[1] for probe in (one, two)]
-
-
-async def until(holds: Callable[[], bool], seconds: float = 60.0) -> None:
-    async with aio.timeout(seconds):
-        while not holds():  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
 
 
 def announced(index: GlobalIndex) -> list[EngineInfo]:

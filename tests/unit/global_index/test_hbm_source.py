@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 from prometheus_client import generate_latest
 
-from client_sdk import aio
 from client_sdk.index_client import IndexClient
 from emberkv_proto.events import Keys
 from emberkv_proto.hashing import block_hashes, index_keys
@@ -24,17 +22,12 @@ from global_index.metrics import IndexMetrics
 from global_index.service import start_server
 from tests.helpers.event_publisher import CLEARED, EventPublisher, removed, stored
 from tests.helpers.model_daemon import ModelDaemon, ModelServer
+from tests.helpers.waiting import until
 
 SPACE = NamespaceId(b"n" * 16)
 PROMPT = list(range(40))
 CHAIN: Keys = index_keys(block_hashes(SPACE, PROMPT, 4))
 URL = "http://127.0.0.1:8000"
-
-
-async def until(holds: Callable[[], bool], seconds: float = 20.0) -> None:
-    async with aio.timeout(seconds):
-        while not holds():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
 
 
 def settings_of(publisher: EventPublisher, **changes: Any) -> dict[str, Any]:
