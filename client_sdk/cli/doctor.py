@@ -32,8 +32,11 @@ MIB = 1 << 20
 OLDEST_LINUX = (5, 10)
 EXTRAS = {
     "daemon": ("grpcio", "rocksdict", "uvloop", "prometheus-client"),
-    "router": ("grpcio", "uvloop", "httptools", "aiohttp", "numba", "prometheus-client"),
-    "torch": ("torch", "aiohttp"),
+    "router": (
+        *("grpcio", "uvloop", "httptools", "aiohttp", "numba", "prometheus-client"),
+        *("msgspec", "pyzmq"),
+    ),
+    "torch": ("torch", "aiohttp", "msgspec", "pyzmq"),
 }
 """Distributions that an extra brings; the same as in pyproject.toml."""
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from client_sdk.cli.doctor import Finding, Verdict
+from client_sdk.engine.vllm_connector.kv_events import event_endpoints
 from client_sdk.engine.vllm_connector.settings import ConnectorSettings
 from client_sdk.sync_client import OperatorClient
 from emberkv_proto.errors import ConfigError, EmberError
@@ -22,6 +24,21 @@ EXAMPLE = json.dumps(
         "kv_load_failure_policy": "recompute",
     }
 )
+EVENTS_EXAMPLE = json.dumps(
+    {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": "tcp://*:5557",
+        "replay_endpoint": "tcp://*:5657",
+    }
+)
+EVENTS_DEFAULTS = {
+    "enable_kv_cache_events": False,
+    "publisher": "zmq",
+    "endpoint": "tcp://*:5557",
+    "replay_endpoint": None,
+}
+"""vLLM's own."""
 UNCACHED = (
     "pipeline-parallel-size",
     "decode-context-parallel-size",
@@ -43,7 +60,7 @@ def examine_vllm(command: Sequence[str]) -> list[Finding]:
     except ValueError as error:
         fix = f"quote it for the shell: '{EXAMPLE}'"
         return [Finding("kv-transfer-config", Verdict.FAIL, str(error), fix)]
-    return [*_check_transfer(config), *_check_split(flags)]
+    return [*_check_transfer(config), *_check_events(flags, config), *_check_split(flags)]
 
 
 def _flags(command: Sequence[str]) -> dict[str, str]:
@@ -96,6 +113,33 @@ def _check_daemon(path: Path) -> Finding:
     except EmberError as error:
         return Finding("store daemon", Verdict.WARN, str(error), "the engine starts without it")
     return Finding("store daemon", Verdict.OK, f"{status.node_id} at {path}: {status.state}")
+
+
+def _check_events(flags: dict[str, str], transfer: dict[str, Any]) -> Iterator[Finding]:
+    """Whether routers can hear what is in the engine's own cache."""
+    name, fix = "kv-events-config", f"add --kv-events-config '{EVENTS_EXAMPLE}'"
+    extra = transfer.get("kv_connector_extra_config")
+    url = str(extra.get("engine_url") or "") if isinstance(extra, dict) else ""
+    text = flags.get(name)
+    if text is None or not url:
+        seen = "not given" if text is None else "without engine_url"
+        yield Finding(name, Verdict.WARN, f"{seen}: routers guess what is in HBM", fix)
+        return
+    try:
+        given = json.loads(text)
+        if not isinstance(given, dict):
+            raise ValueError("not an object")
+    except ValueError as error:
+        yield Finding(name, Verdict.FAIL, str(error), f"quote it for the shell: '{EVENTS_EXAMPLE}'")
+        return
+    endpoints = event_endpoints(SimpleNamespace(**{**EVENTS_DEFAULTS, **given}), url, 0)
+    if not endpoints.events:
+        yield Finding(name, Verdict.WARN, "routers have nothing to connect to", fix)
+    elif not endpoints.replay:
+        seen = "no replay_endpoint: a lost connection costs what the index knows of HBM"
+        yield Finding(name, Verdict.WARN, seen, fix)
+    else:
+        yield Finding(name, Verdict.OK, f"{endpoints.events}, replays {endpoints.replay}")
 
 
 def _check_split(flags: dict[str, str]) -> Iterator[Finding]:

@@ -11,7 +11,7 @@ import pytest
 
 from client_sdk.cli import doctor
 from client_sdk.cli.doctor import EXTRAS, Verdict
-from client_sdk.cli.doctor_vllm import EXAMPLE, examine_vllm
+from client_sdk.cli.doctor_vllm import EVENTS_EXAMPLE, EXAMPLE, examine_vllm
 from client_sdk.cli.main import run_with
 from client_sdk.faults import POINTS
 
@@ -147,6 +147,7 @@ def test_a_vllm_command_is_checked_flag_by_flag(tmp_path: Path) -> None:
     found = verdicts("vllm", "serve", "m", "--kv-transfer-config", json.dumps(good))
     assert found.pop("store daemon") is Verdict.WARN
     assert found.pop("engine_url") is Verdict.WARN
+    assert found.pop("kv-events-config") is Verdict.WARN
     assert set(found.values()) == {Verdict.OK}
 
     assert verdicts("serve", "m") == {"kv-transfer-config": Verdict.FAIL}
@@ -159,3 +160,27 @@ def test_a_vllm_command_is_checked_flag_by_flag(tmp_path: Path) -> None:
     assert verdicts(f"--kv-transfer-config={typo}")["extra config"] is Verdict.FAIL
     split = verdicts("--kv-transfer-config", json.dumps(good), "--pipeline-parallel-size=2")
     assert split["pipeline-parallel-size"] is Verdict.WARN
+
+
+@pytest.mark.parametrize(
+    ("events", "verdict"),
+    [
+        ("{}", Verdict.WARN),
+        ("[]", Verdict.FAIL),
+        ("{", Verdict.FAIL),
+        ('{"enable_kv_cache_events": true}', Verdict.WARN),
+        ('{"enable_kv_cache_events": true, "endpoint": "tcp://collector:1"}', Verdict.WARN),
+        (EVENTS_EXAMPLE, Verdict.OK),
+    ],
+)
+def test_a_vllm_commands_events_are_checked(tmp_path: Path, events: str, verdict: Verdict) -> None:
+    transfer = json.loads(EXAMPLE)
+    transfer["kv_connector_extra_config"] = {
+        "socket_path": str(tmp_path / "none.sock"),
+        "engine_url": "http://10.0.0.5:8000",
+    }
+    command = ["--kv-transfer-config", json.dumps(transfer), "--kv-events-config", events]
+    found = {finding.check: finding for finding in examine_vllm(command)}["kv-events-config"]
+    assert found.verdict is verdict
+    if verdict is Verdict.OK:
+        assert found.seen == "tcp://10.0.0.5:5557, replays tcp://10.0.0.5:5657"
