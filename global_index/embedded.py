@@ -30,7 +30,7 @@ from global_index.registry import Registry
 from global_index.seeding import SeedCounts, load_seed
 from global_index.subscriber import StreamCounts, Subscriber
 from global_index.views import ChainTrace, FollowedNode, NodeView
-from global_index.watch import NodeWatch
+from global_index.watch import NodeWatch, Standing
 
 if TYPE_CHECKING:
     from global_index.redis_mirror import MirroredIndex
@@ -123,7 +123,7 @@ class GlobalIndex:
         self._seeding: asyncio.Task[None] | None = None
         self._is_seeded = asyncio.Event()
         self.seed_counts = SeedCounts()
-        self.watch = NodeWatch(self._directory.standings)
+        self.watch = NodeWatch(self._standings)
         """Tells who asks how nodes stand, whenever that changes."""
         self.registry = Registry()
         """Sources that are followed because a caller registered them."""
@@ -288,6 +288,19 @@ class GlobalIndex:
         others = self.shared.others(self._wall())
         theirs = {view.node_id for view in others}
         return [view for view in own if view.node_id not in theirs] + others
+
+    def _standings(self) -> dict[NodeId, Standing]:
+        standings = self._directory.standings()
+        if self.shared is not None:
+            for view in self.shared.others(self._wall()):
+                standings[view.node_id] = Standing(
+                    view.incarnation,
+                    view.liveness,
+                    view.exactness,
+                    view.grpc_address,
+                    view.engines,
+                )
+        return standings
 
     def followed(self) -> list[FollowedNode]:
         """Nodes that this process follows, once they have rows."""

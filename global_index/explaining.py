@@ -47,8 +47,10 @@ class Traces:
 async def explain(index: GlobalIndex, keys: Keys) -> Traces:
     """Trace a chain on all nodes and followed engines, those left out of answers included.
 
-    The chain is looked up in pieces, with queries and events between. Raises InvalidRequestError
-    for one that is too long.
+    The chain is looked up in pieces, with queries and events between. Nodes whose rows another
+    process keeps in Redis are left out: only their hits can be asked for.
+
+    Raises InvalidRequestError for a chain that is too long.
     """
     if keys.size > MAX_EXPLAINED_BLOCKS:
         raise InvalidRequestError(
@@ -77,6 +79,7 @@ async def explain(index: GlobalIndex, keys: Keys) -> Traces:
                 bytes(nodes.get(view.node_id, nothing)),
             )
             for view in index.nodes()
+            if view.node_id in nodes or not keys.size
         ),
         tuple(
             EngineTrace(

@@ -7,7 +7,7 @@ tokens that come from one medium.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from global_index.embedded import GlobalIndex
 from global_index.http_bodies import ChainQuestion, HashesQuestion, Shape, TokensQuestion
 from global_index.membership import Liveness
 
-Ask = Callable[[Keys], ChainHits]
+Ask = Callable[[Keys], Awaitable[ChainHits]]
 """Who holds how much of the chain with these keys."""
 
 
@@ -80,7 +80,7 @@ def instances(index: GlobalIndex) -> list[Instance]:
     return list(found.values())
 
 
-def answer_tokens(
+async def answer_tokens(
     known: Sequence[Instance], ask: Ask, question: TokensQuestion
 ) -> list[InstanceHit]:
     """Raises UnknownModelError when no engine of the model is known."""
@@ -94,11 +94,11 @@ def answer_tokens(
             salt=question.salt,
             extra_keys=question.adapter,
         )
-        hits[kind] = ask(index_keys(hashes)) if hashes else ChainHits()
+        hits[kind] = await ask(index_keys(hashes)) if hashes else ChainHits()
     return list(_found(known, question, hits))
 
 
-def answer_hashes(
+async def answer_hashes(
     known: Sequence[Instance], ask: Ask, question: HashesQuestion
 ) -> list[InstanceHit]:
     """Raises UnknownModelError; InvalidRequestError when blocks have another size."""
@@ -110,7 +110,7 @@ def answer_hashes(
             f"block_size {wanted}: blocks of {question.model} have"
             f" {' or '.join(str(size) for size in sorted(sizes))} tokens here"
         )
-    hits = ask(question.keys) if question.keys.size else ChainHits()
+    hits = await ask(question.keys) if question.keys.size else ChainHits()
     asked = [kind for kind in kinds if wanted in (None, kind.block_tokens)]
     return list(_found(known, question, dict.fromkeys(asked, hits)))
 

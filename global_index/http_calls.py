@@ -90,7 +90,7 @@ class IndexerCalls:
     async def _query(self, request: HttpRequest) -> HttpResponse:
         question = read_tokens_question(request.body)
         try:
-            hits = answer_tokens(self._instances(), self._index.hits, question)
+            hits = await answer_tokens(self._instances(), self._index.answer, question)
         except UnknownModelError as error:
             return error_response(HTTPStatus.NOT_FOUND, str(error))
         return json_response(shaped(question, hits))
@@ -98,7 +98,7 @@ class IndexerCalls:
     async def _query_by_hash(self, request: HttpRequest) -> HttpResponse:
         question = read_hashes_question(request.body)
         try:
-            hits = answer_hashes(self._instances(), self._index.hits, question)
+            hits = await answer_hashes(self._instances(), self._index.answer, question)
         except UnknownModelError as error:
             return error_response(HTTPStatus.NOT_FOUND, str(error))
         return json_response(shaped(question, hits))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from client_sdk.index_client import IndexedNode, TracedEngine, TracedNode
-from emberkv_proto.types import BlockHash, EngineInfo, NodeId, Tier
+from emberkv_proto.types import BlockHash, EngineInfo, NodeHit, NodeId, Tier
 
 HBM, DRAM, SSD = (1 << (tier - 1) for tier in (Tier.HBM, Tier.DRAM, Tier.SSD))
 
@@ -23,6 +23,8 @@ class EndReason(str, Enum):
     """A block is missing, and later ones are there."""
     STORED_NO_FURTHER = "stored_no_further"
     NOTHING_STORED = "nothing_stored"
+    NOT_TRACED = "not_traced"
+    """Another process keeps the node's rows, in Redis: here only the hit's length is known."""
     OTHER_NAMESPACE = "other_namespace"
     """Nothing is there, and the node's engines of this model name their blocks otherwise."""
     OTHER_MODEL = "other_model"
@@ -95,9 +97,13 @@ def runs_of(tiers: bytes) -> tuple[TierRun, ...]:
     return tuple(runs)
 
 
-def node_where(node: IndexedNode, traced: TracedNode | None, chain: AskedChain) -> NodeWhere:
-    """What a node has of the chain; an index that could not trace it there says nothing of it."""
-    tiers = traced.tiers if traced is not None else bytes(len(chain.hashes))
+def node_where(
+    node: IndexedNode, traced: TracedNode | None, chain: AskedChain, found: NodeHit | None = None
+) -> NodeWhere:
+    """What a node has of the chain, as traced; where it could not be, by its hit alone."""
+    if traced is None:
+        return _untraced(node, found or NodeHit(node.node_id, 0, 0, 0), chain)
+    tiers = traced.tiers
     hit = _leading(tiers)
     dram = sum(1 for held in tiers[:hit] if held & DRAM)
     reason, text = _end(tiers, hit, "in neither DRAM nor SSD")
@@ -111,6 +117,16 @@ def node_where(node: IndexedNode, traced: TracedNode | None, chain: AskedChain) 
     if reason not in (EndReason.ALL_THERE, EndReason.NO_FULL_BLOCK) and node.exactness != "exact":
         text += f" (as far as a {node.exactness} index knows)"
     return NodeWhere(node.node_id, hit, dram, hit - dram, reason, text, runs_of(tiers))
+
+
+def _untraced(node: IndexedNode, hit: NodeHit, chain: AskedChain) -> NodeWhere:
+    reason, text = _end(bytes([DRAM]) * hit.hit_blocks, hit.hit_blocks, "")
+    if hit.hit_blocks < len(chain.hashes):
+        reason = EndReason.NOT_TRACED
+        text = f"block {hit.hit_blocks} does not count; another process keeps this node's rows"
+        if node.state != "ok":
+            reason, text = EndReason.NODE_AWAY, f"the node is {node.state}, so it is in no answer"
+    return NodeWhere(node.node_id, hit.hit_blocks, hit.dram_blocks, hit.ssd_blocks, reason, text)
 
 
 def engine_where(traced: TracedEngine, node: NodeWhere | None, node_tiers: bytes) -> EngineWhere:

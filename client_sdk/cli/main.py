@@ -37,6 +37,8 @@ _EXTRAS = {
     "httptools": "router",
     "numba": "router",
     "aiohttp": "router",
+    "zmq": "daemon",
+    "msgspec": "daemon",
     "torch": "torch",
 }
 """Imported module -> the extra that brings it."""

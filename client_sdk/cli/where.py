@@ -166,11 +166,15 @@ async def run_where(query: WhereQuery) -> Where:
         else:
             followed = (await index.explain(NO_KEYS)).engines
             chain = _asked(query, await find_chain(query, nodes, [f.engine for f in followed]))
+        hits = await index.query(_keys(chain.hashes)) if chain.hashes else []
         traced = await index.explain(_keys(chain.hashes), timeout_seconds=EXPLAIN_SECONDS)
     finally:
         await index.close()
     by_id = {node.node_id: node for node in traced.nodes}
-    rows = tuple(node_where(node, by_id.get(node.node_id), chain) for node in nodes)
+    by_hit = {hit.node_id: hit for hit in hits}
+    rows = tuple(
+        node_where(node, by_id.get(node.node_id), chain, by_hit.get(node.node_id)) for node in nodes
+    )
     wheres = {row.node_id: row for row in rows}
     nothing = bytes(len(chain.hashes))
     engines = tuple(

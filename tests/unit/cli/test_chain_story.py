@@ -27,7 +27,15 @@ from client_sdk.cli.where_report import MAX_RUNS_SHOWN, print_where, where_json
 from client_sdk.index_client import IndexedNode, TracedEngine, TracedNode
 from emberkv_proto.errors import ConfigError
 from emberkv_proto.hashing import block_hashes
-from emberkv_proto.types import EngineInfo, Incarnation, NamespaceId, NodeId, Seq, Tier
+from emberkv_proto.types import (
+    EngineInfo,
+    Incarnation,
+    NamespaceId,
+    NodeHit,
+    NodeId,
+    Seq,
+    Tier,
+)
 
 NODE_ID = NodeId("node-a")
 ENGINE = EngineInfo("engine-a", "http://e", "m", NamespaceId(b"n" * 16), 16)
@@ -97,6 +105,18 @@ def test_a_node_that_is_silent_or_gone_counts_for_nothing_and_says_what_it_would
     assert found.runs[0] == TierRun(0, 19, (Tier.SSD,))
     nothing = node_where(replace(NODE, state="gone"), traced(), CHAIN)
     assert nothing.ends_because == "the node is gone, so it is in no answer"
+
+
+def test_a_node_that_another_process_follows_is_told_of_by_its_hit() -> None:
+    found = node_where(NODE, None, CHAIN, NodeHit(NODE_ID, 30, 10, 20))
+    assert (found.hit_blocks, found.dram_blocks, found.ssd_blocks) == (30, 10, 20)
+    assert found.reason is EndReason.NOT_TRACED
+    assert found.ends_because.startswith("block 30 does not count")
+    whole = node_where(NODE, None, CHAIN, NodeHit(NODE_ID, 256, 256, 0))
+    assert whole.reason is EndReason.ALL_THERE
+    silent = node_where(replace(NODE, state="suspect"), None, CHAIN)
+    assert silent.reason is EndReason.NODE_AWAY
+    assert node_where(NODE, None, replace(CHAIN, hashes=())).reason is EndReason.NO_FULL_BLOCK
 
 
 def test_a_prompt_shorter_than_a_block_has_no_hit_anywhere() -> None:

@@ -46,7 +46,7 @@ class Index:
         self.chain = chain
         self.asked: list[Keys] = []
 
-    def __call__(self, keys: Keys) -> ChainHits:
+    async def __call__(self, keys: Keys) -> ChainHits:
         self.asked.append(keys)
         return HITS if np.array_equal(keys, self.chain) else ChainHits()
 
@@ -55,13 +55,13 @@ def index_for(kind: ChainKind, salt: bytes = b"") -> Index:
     return Index(index_keys(block_hashes(kind.namespace_id, TOKENS, kind.block_tokens, salt=salt)))
 
 
-def query(known: Sequence[Instance], index: Index, **fields: object) -> dict[str, object]:
+async def query(known: Sequence[Instance], index: Index, **fields: object) -> dict[str, object]:
     question = read_tokens_question(json.dumps({"token_ids": TOKENS, **fields}).encode())
-    return shaped(question, answer_tokens(known, index, question))
+    return shaped(question, await answer_tokens(known, index, question))
 
 
-def test_dynamos_answer_has_scores_by_rank_and_tokens_by_medium() -> None:
-    assert query(KNOWN, index_for(KIND), model_name="m") == {
+async def test_dynamos_answer_has_scores_by_rank_and_tokens_by_medium() -> None:
+    assert await query(KNOWN, index_for(KIND), model_name="m") == {
         "scores": {"e1": {"0": 64, "1": 96}, "e2": {"0": 32}, "node-c": {"0": 16}},
         "frequencies": [],
         "instances": {
@@ -78,8 +78,8 @@ def test_dynamos_answer_has_scores_by_rank_and_tokens_by_medium() -> None:
     }
 
 
-def test_mooncakes_answer_stands_under_the_callers_tenant() -> None:
-    assert query(KNOWN, index_for(KIND), model="m", tenant_id="t", instance_id="e1") == {
+async def test_mooncakes_answer_stands_under_the_callers_tenant() -> None:
+    assert await query(KNOWN, index_for(KIND), model="m", tenant_id="t", instance_id="e1") == {
         "t": {
             "e1": {
                 "longest_matched": 96,
@@ -92,23 +92,23 @@ def test_mooncakes_answer_stands_under_the_callers_tenant() -> None:
     }
 
 
-def test_an_instance_that_is_named_is_told_of_even_without_a_hit() -> None:
-    assert query(KNOWN, index_for(OTHER), model="m", instance_id="e2") == {
+async def test_an_instance_that_is_named_is_told_of_even_without_a_hit() -> None:
+    assert await query(KNOWN, index_for(OTHER), model="m", instance_id="e2") == {
         "default": {"e2": {"longest_matched": 0, "GPU": 0, "CPU": 0, "DISK": 0, "DP": {"0": 0}}}
     }
-    assert query(KNOWN, index_for(OTHER), model="m") == {"default": {}}
-    assert query(KNOWN, index_for(KIND), model="m", instance_id="nobody") == {"default": {}}
+    assert await query(KNOWN, index_for(OTHER), model="m") == {"default": {}}
+    assert await query(KNOWN, index_for(KIND), model="m", instance_id="nobody") == {"default": {}}
 
 
-def test_the_salt_is_in_the_hashes_that_are_asked_for() -> None:
-    assert query(KNOWN, index_for(KIND, b"s"), model="m", cache_salt="s")["default"]
-    assert not query(KNOWN, index_for(KIND, b"s"), model="m")["default"]
+async def test_the_salt_is_in_the_hashes_that_are_asked_for() -> None:
+    assert (await query(KNOWN, index_for(KIND, b"s"), model="m", cache_salt="s"))["default"]
+    assert not (await query(KNOWN, index_for(KIND, b"s"), model="m"))["default"]
 
 
-def test_each_kind_of_a_model_is_asked_with_its_own_hashes() -> None:
+async def test_each_kind_of_a_model_is_asked_with_its_own_hashes() -> None:
     index = index_for(OTHER)
     known = [*KNOWN, Instance("e3", 0, B, "m", OTHER)]
-    answer = query(known, index, model="m")
+    answer = await query(known, index, model="m")
     assert len(index.asked) == 2
     assert answer == {
         "default": {
@@ -118,24 +118,24 @@ def test_each_kind_of_a_model_is_asked_with_its_own_hashes() -> None:
     }
 
 
-def test_a_prompt_without_a_full_block_asks_nobody() -> None:
+async def test_a_prompt_without_a_full_block_asks_nobody() -> None:
     index = index_for(KIND)
-    assert query(KNOWN, index, model="m", token_ids=[1, 2, 3]) == {"default": {}}
+    assert await query(KNOWN, index, model="m", token_ids=[1, 2, 3]) == {"default": {}}
     assert index.asked == []
 
 
-def test_a_model_that_nobody_serves_is_named_beside_those_that_are() -> None:
+async def test_a_model_that_nobody_serves_is_named_beside_those_that_are() -> None:
     with pytest.raises(UnknownModelError, match="'nope' is known; there is m, other"):
-        query(KNOWN, index_for(KIND), model="nope")
+        await query(KNOWN, index_for(KIND), model="nope")
     with pytest.raises(UnknownModelError, match="no engine at all"):
-        query(KNOWN[4:], index_for(KIND), model="m")
+        await query(KNOWN[4:], index_for(KIND), model="m")
 
 
-def test_hashes_are_asked_as_they_are_and_must_be_of_our_blocks() -> None:
+async def test_hashes_are_asked_as_they_are_and_must_be_of_our_blocks() -> None:
     index = index_for(KIND)
     asked = {"model_name": "m", "seq_hashes": index.chain.tolist(), "block_size": 16}
     question = read_hashes_question(json.dumps(asked).encode())
-    hits = answer_hashes(KNOWN, index, question)
+    hits = await answer_hashes(KNOWN, index, question)
     assert {(hit.instance_id, hit.dp_rank): hit.tokens for hit in hits} == {
         ("e1", 0): 64,
         ("e1", 1): 96,
@@ -144,6 +144,6 @@ def test_hashes_are_asked_as_they_are_and_must_be_of_our_blocks() -> None:
     }
     wrong = read_hashes_question(json.dumps({**asked, "block_size": 64}).encode())
     with pytest.raises(InvalidRequestError, match="blocks of m have 16 tokens here"):
-        answer_hashes(KNOWN, index, wrong)
+        await answer_hashes(KNOWN, index, wrong)
     empty = read_hashes_question(json.dumps({**asked, "seq_hashes": []}).encode())
-    assert answer_hashes(KNOWN, index, empty) == []
+    assert await answer_hashes(KNOWN, index, empty) == []
