@@ -28,7 +28,8 @@ from global_index.hbm.events import (
     MediaAt,
 )
 
-MAX_MESSAGE_BYTES = 64 << 20
+MAX_MESSAGE_BYTES = 16 << 20
+"""A step that drops a hundred thousand blocks says so in 6 MB."""
 MAX_EVENTS = 1 << 17
 """Of a message; an engine that drops its whole cache in one step sends one for each block."""
 MAX_BLOCKS = 1 << 17

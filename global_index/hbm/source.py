@@ -30,8 +30,8 @@ log = logging.getLogger(__name__)
 
 QUEUED_MESSAGES = 100_000
 """While a replay is read, live messages wait; with more than these the oldest would be lost."""
-MESSAGES_A_TURN = 16
-"""Between two looks at other work; one of a long prompt takes a millisecond."""
+TURN_SECONDS = 0.002
+"""Queries wait for no more than this and one message; that of a long prompt takes a millisecond."""
 POLL_SECONDS = 5.0
 RETRY_SECONDS = 1.0
 RECONNECT_FIRST_MILLISECONDS = 100
@@ -125,15 +125,19 @@ class EngineSource:
         self._directory.on_current(self._key)
 
     async def _read(self, subscriber: zmq.asyncio.Socket) -> None:
-        for _ in range(MESSAGES_A_TURN):
+        """Take what is there, for one turn."""
+        until = self._clock() + TURN_SECONDS
+        while True:
             message = _parsed(await subscriber.recv_multipart())
             if message is None:
                 self._directory.counts(self._key).malformed_messages += 1
             else:
                 await self._take(message)
+            if self._clock() >= until:
+                await asyncio.sleep(0)
+                return
             if not await subscriber.poll(0):
                 return
-        await asyncio.sleep(0)
 
     async def _take(self, message: _Message) -> None:
         """One live message. Whatever happens, the next one wanted is the one after it."""
@@ -179,6 +183,7 @@ class EngineSource:
         sequence = self._directory.sequence(self._key)
         first = sequence.replay_from
         awaits_proof = sequence.has_proof
+        until = self._clock() + TURN_SECONDS
         dealer = self._context.socket(zmq.DEALER)
         try:
             await self._send_request(dealer, first)
@@ -195,8 +200,9 @@ class EngineSource:
                 if verdict is Verdict.GAP:
                     self._directory.lose(self._key, message.seq)
                     self._offer(message)
-                if message.seq % MESSAGES_A_TURN == 0:
+                if self._clock() >= until:
                     await asyncio.sleep(0)
+                    until = self._clock() + TURN_SECONDS
         finally:
             dealer.close(linger=0)
         raise UnavailableError(f"more than {MAX_REPLAYED} messages")
