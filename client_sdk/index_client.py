@@ -75,6 +75,24 @@ class IndexedNode:
 
 
 @dataclass(frozen=True, slots=True)
+class RedisState:
+    """How an index that is shared through Redis stands to it."""
+
+    is_up: bool
+    problem: str
+    """Why not; empty while it is up."""
+    writer: str
+    """The index's name in Redis."""
+    writers: int
+    """Processes that share the daemons."""
+    leases: int
+    """Daemons that this one follows for all."""
+    exact_nodes: int
+    """Of these, how many nodes' rows in Redis are as they should be."""
+    queued_rows: int
+
+
+@dataclass(frozen=True, slots=True)
 class TracedNode:
     """Which blocks of a chain a node has: a byte a block, 1 HBM, 2 DRAM, 4 SSD, added."""
 
@@ -151,12 +169,29 @@ class IndexClient:
 
     async def nodes(self, *, timeout_seconds: float | None = None) -> list[IndexedNode]:
         """All nodes that the index knows, in whatever state."""
+        response = await self._ask_nodes(timeout_seconds)
+        return [_node_from_wire(node) for node in response.nodes]
+
+    async def redis(self, *, timeout_seconds: float | None = None) -> RedisState | None:
+        """How the index stands to Redis; None when it is not shared through one."""
+        response = await self._ask_nodes(timeout_seconds)
+        if not response.HasField("redis"):
+            return None
+        state = response.redis
+        return RedisState(
+            *(state.is_up, state.problem, state.writer, state.writers, state.leases),
+            *(state.exact_nodes, state.queued_rows),
+        )
+
+    async def _ask_nodes(self, timeout_seconds: float | None) -> index_pb2.NodesResponse:
         request = index_pb2.NodesRequest()
         try:
-            response = await self._stub().Nodes(request, timeout=self._timeout(timeout_seconds))
+            response: index_pb2.NodesResponse = await self._stub().Nodes(
+                request, timeout=self._timeout(timeout_seconds)
+            )
         except grpc.aio.AioRpcError as error:
             raise ember_error(error, f"index {self.address}") from None
-        return [_node_from_wire(node) for node in response.nodes]
+        return response
 
     async def explain(
         self, keys: npt.NDArray[np.uint64], *, timeout_seconds: float | None = None

@@ -47,8 +47,8 @@ class Traces:
 async def explain(index: GlobalIndex, keys: Keys) -> Traces:
     """Trace a chain on all nodes and followed engines, those left out of answers included.
 
-    The chain is looked up in pieces, with queries and events between. Nodes whose rows another
-    process keeps in Redis are left out: only their hits can be asked for.
+    The chain is looked up in pieces, with queries and events between. What other processes follow
+    is asked of Redis; while that is away, their nodes are left out.
 
     Raises InvalidRequestError for a chain that is too long.
     """
@@ -64,6 +64,10 @@ async def explain(index: GlobalIndex, keys: Keys) -> Traces:
             tiers = nodes.setdefault(node.node_id, bytearray(keys.size))
             for number, held in enumerate(node.tiers, start=start):
                 tiers[number] = sum(1 << (tier - 1) for tier in held)
+        if index.shared is not None:
+            for node_id, found in (await index.shared.trace(piece)).items():
+                tiers = nodes.setdefault(node_id, bytearray(keys.size))
+                tiers[start : start + len(found)] = found
         for engine in index.explain_engines(piece):
             tiers = engines.setdefault(engine.key, bytearray(keys.size))
             for number, is_there in enumerate(engine.hbm, start=start):

@@ -16,7 +16,7 @@ from global_index.redis_link import RedisAwayError, RedisLink
 from global_index.redis_record import NodeRecord
 from global_index.redis_registry import RedisRegistry, Registry, alive_numbers
 from global_index.redis_schema import RedisSchema
-from global_index.redis_walk import ChainWalk, decode
+from global_index.redis_walk import ChainWalk, Window, decode
 
 NOTHING = Registry(b"", {}, {}, (), 0)
 
@@ -70,6 +70,29 @@ class RedisReader:
                     NodeHit(record.view.node_id, hit.hit_blocks, hit.dram_blocks, hit.ssd_blocks)
                 )
         return found
+
+    async def trace(self, keys: Keys) -> dict[NodeId, bytes]:
+        """In which tiers each node has each block: a byte a block, 1 HBM, 2 DRAM, 4 SSD, added.
+
+        Nothing while Redis is away. For people; `keys` are a piece of a chain.
+        """
+
+        async def ask(client: Any) -> Window:
+            async with client.pipeline(transaction=False) as pipe:
+                asked = ask_values(client, pipe, self._schema, keys)
+                return decode(asked.in_order(await pipe.execute()))
+
+        try:
+            window = await self._link.call(ask)
+        except RedisAwayError:
+            return {}
+        traces: dict[NodeId, bytes] = {}
+        for number, record in self._registry.by_number.items():
+            of_node = window.numbers == number
+            tiers = np.zeros(keys.size, np.uint8)
+            tiers[window.places[of_node]] = window.tiers[of_node]
+            traces[record.view.node_id] = tiers.tobytes()
+        return traces
 
     async def refresh(self) -> None:
         """Read the records anew. Raises RedisAwayError."""

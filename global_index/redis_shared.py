@@ -185,6 +185,11 @@ class SharedIndex:
         hits.sort(key=lambda hit: -hit.hit_blocks)
         return replace(own, nodes=tuple(hits))
 
+    async def trace(self, keys: Keys) -> dict[NodeId, bytes]:
+        """As `RedisReader.trace`, for the nodes that other processes follow."""
+        traces = await self.reader.trace(keys)
+        return {node_id: tiers for node_id, tiers in traces.items() if node_id not in self._own}
+
     def others(self, wall: float) -> list[NodeView]:
         """Nodes that other processes follow, as their writers describe them."""
         views = []

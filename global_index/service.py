@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import asdict
 from typing import Any
 
 import grpc
@@ -115,7 +116,13 @@ class IndexServicer(index_pb2_grpc.IndexServicer):
     async def Nodes(  # noqa: N802
         self, request: index_pb2.NodesRequest, context: _Context
     ) -> index_pb2.NodesResponse:
-        return index_pb2.NodesResponse(nodes=[_view_to_wire(view) for view in self._index.nodes()])
+        response = index_pb2.NodesResponse(
+            nodes=[_view_to_wire(view) for view in self._index.nodes()]
+        )
+        if self._index.shared is not None:
+            state = self._index.shared.state()
+            response.redis.CopyFrom(index_pb2.RedisState(**asdict(state)))
+        return response
 
 
 @asynccontextmanager

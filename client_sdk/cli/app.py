@@ -7,6 +7,7 @@ import importlib.util
 import json
 import runpy
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -150,7 +151,13 @@ def status(
     With --address: one daemon's state, tiers, drives, pins and tenants.
     """
     from client_sdk.cli.operate import find_daemon
-    from client_sdk.cli.status import print_status, read_status, status_json
+    from client_sdk.cli.status import (
+        print_status,
+        read_redis,
+        read_status,
+        redis_line,
+        status_json,
+    )
 
     daemon = find_daemon(address, token_file, config, set_ or ())
     if address:
@@ -158,10 +165,14 @@ def status(
         return
     address = index or _cluster_addresses(config, set_)[0]
     nodes = asyncio.run(read_status(address, daemon.access))
+    redis = asyncio.run(read_redis(address, daemon.access))
     if as_json:
-        _print_json(status_json(address, nodes))
+        shown = status_json(address, nodes)
+        _print_json(shown if redis is None else {**shown, "redis": asdict(redis)})
     else:
         print_status(_console(), address, nodes)
+        if redis is not None:
+            _console().print(redis_line(redis), markup=False)
     if not nodes or any(node.problem for node in nodes):
         raise typer.Exit(1)
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from client_sdk.cli.remote import CALL_SECONDS, LOCAL, Access, daemon_status, indexed_nodes
-from client_sdk.index_client import IndexClient, IndexedNode
+from client_sdk.index_client import IndexClient, IndexedNode, RedisState
 from client_sdk.status import NodeStatus
 from emberkv_proto.errors import EmberError
 from emberkv_proto.types import Tier
@@ -57,6 +57,25 @@ async def read_status(index_address: str, access: Access = LOCAL) -> list[NodeVi
     finally:
         await index.close()
     return list(await asyncio.gather(*(_view(node, access) for node in nodes)))
+
+
+async def read_redis(index_address: str, access: Access = LOCAL) -> RedisState | None:
+    """How the index stands to Redis; None when it is not shared. Raises as `read_status`."""
+    index = IndexClient(index_address, timeout_seconds=CALL_SECONDS, tls=access.tls)
+    try:
+        return await index.redis()
+    finally:
+        await index.close()
+
+
+def redis_line(state: RedisState) -> str:
+    """One sentence for people."""
+    if not state.is_up:
+        return f"Redis is away: {state.problem}; this index answers from its own rows"
+    return (
+        f"shared through Redis by {state.writers}: {state.leases} daemons followed here,"
+        f" {state.exact_nodes} of their nodes exact in Redis, {state.queued_rows} rows queued"
+    )
 
 
 async def _view(node: IndexedNode, access: Access) -> NodeView:

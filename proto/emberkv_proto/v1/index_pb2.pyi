@@ -252,11 +252,31 @@ class NodeState(_message.Message):
     snapshots: int
     def __init__(self, node_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., seq: _Optional[int] = ..., state: _Optional[str] = ..., exactness: _Optional[str] = ..., grpc_address: _Optional[str] = ..., tiers: _Optional[_Iterable[_Union[TierDigest, _Mapping]]] = ..., engines: _Optional[_Iterable[_Union[_common_pb2.EngineInfo, _Mapping]]] = ..., lag_seconds: _Optional[float] = ..., gaps: _Optional[int] = ..., snapshots: _Optional[int] = ...) -> None: ...
 
+class RedisState(_message.Message):
+    __slots__ = ("is_up", "problem", "writer", "writers", "leases", "exact_nodes", "queued_rows")
+    IS_UP_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    WRITER_FIELD_NUMBER: _ClassVar[int]
+    WRITERS_FIELD_NUMBER: _ClassVar[int]
+    LEASES_FIELD_NUMBER: _ClassVar[int]
+    EXACT_NODES_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_ROWS_FIELD_NUMBER: _ClassVar[int]
+    is_up: bool
+    problem: str
+    writer: str
+    writers: int
+    leases: int
+    exact_nodes: int
+    queued_rows: int
+    def __init__(self, is_up: bool = ..., problem: _Optional[str] = ..., writer: _Optional[str] = ..., writers: _Optional[int] = ..., leases: _Optional[int] = ..., exact_nodes: _Optional[int] = ..., queued_rows: _Optional[int] = ...) -> None: ...
+
 class NodesResponse(_message.Message):
-    __slots__ = ("nodes",)
+    __slots__ = ("nodes", "redis")
     NODES_FIELD_NUMBER: _ClassVar[int]
+    REDIS_FIELD_NUMBER: _ClassVar[int]
     nodes: _containers.RepeatedCompositeFieldContainer[NodeState]
-    def __init__(self, nodes: _Optional[_Iterable[_Union[NodeState, _Mapping]]] = ...) -> None: ...
+    redis: RedisState
+    def __init__(self, nodes: _Optional[_Iterable[_Union[NodeState, _Mapping]]] = ..., redis: _Optional[_Union[RedisState, _Mapping]] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
     __slots__ = ()

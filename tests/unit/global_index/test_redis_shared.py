@@ -15,6 +15,8 @@ import pytest
 import redis.asyncio
 
 from client_sdk import aio
+from client_sdk.cli.status import redis_line
+from client_sdk.index_client import IndexClient
 from emberkv_proto.errors import ConfigError, UnavailableError
 from emberkv_proto.hashing import block_hashes, index_keys
 from emberkv_proto.types import EngineInfo, NamespaceId, NodeHit, NodeId, Tier, TierDigest
@@ -27,6 +29,7 @@ from global_index.metrics import IndexMetrics
 from global_index.redis_index import RedisIndex, Token
 from global_index.redis_registry import parse_registry
 from global_index.redis_schema import TAGS, RedisSchema, keys_of
+from global_index.service import start_server
 from tests.helpers.event_publisher import EventPublisher, stored
 from tests.helpers.model_daemon import ModelDaemon, ModelServer, as_keys
 from tests.helpers.redis_server import RedisServer, redis_cluster, redis_server
@@ -180,6 +183,35 @@ async def test_metrics_say_how_redis_fares(server: RedisServer, tmp_path: Path) 
         assert (sample("up"), sample("leases"), sample("writers")) == (1.0, 1.0, 1.0)
         assert sample("link_connects_total") == 1.0
         assert sample("writer_repaired_total") == 131.0
+
+
+async def test_operators_see_how_redis_stands_and_where_others_blocks_are(
+    server: RedisServer,
+) -> None:
+    async with (
+        daemons(2) as nodes,
+        sharing(server, nodes, "a") as first,
+        sharing(server, nodes, "b"),
+    ):
+        await until(lambda: redis_equals(server, nodes))
+        await until(lambda: asyncio.sleep(0, len(first.followed()) == 1))
+        served, port = await start_server(first, "127.0.0.1", 0, lambda _: None)
+        client = IndexClient(f"127.0.0.1:{port}", timeout_seconds=10.0)
+        try:
+            state = await client.redis()
+            assert state is not None
+            assert (state.is_up, state.writers, state.leases) == (True, 2, 1)
+            assert redis_line(state).startswith("shared through Redis by 2: 1 daemons")
+            assert {node.node_id for node in await client.nodes()} == {"n0", "n1"}
+            traced = {node.node_id: node for node in (await client.explain(CHAIN)).nodes}
+            for node in nodes:
+                tiers = traced[NodeId(node.daemon.node_id)].tiers
+                for key, held in zip(CHAIN.tolist(), tiers, strict=True):
+                    rows = node.daemon.rows
+                    assert held == 2 * (key in rows[Tier.DRAM]) + 4 * (key in rows[Tier.SSD])
+        finally:
+            await client.close()
+            await served.stop(None)
 
 
 def test_a_password_in_the_url_and_a_foreign_scheme_are_refused() -> None:
