@@ -228,6 +228,16 @@ class NodeDirectory:
             self._carry_out(node, node.ingest.on_snapshot_started())
         self._carry_out(node, node.ingest.on_page(page, now))
 
+    def on_snapshot_unanswered(self, address: str, now: float) -> None:
+        """The fetch brought no message; it is tried again with the next connection."""
+        source, node = self._sources.get(address), self._node_of(address)
+        if source:
+            source.is_fetching = False
+            if node is None:
+                source.wants_snapshot, source.not_before = True, now
+        if node:
+            self._carry_out(node, node.ingest.on_snapshot_unanswered(now))
+
     def on_snapshot_ended(self, address: str, now: float) -> None:
         """The fetch is over; if its last page did not come, it is tried again later."""
         source, node = self._sources.get(address), self._node_of(address)

@@ -326,6 +326,19 @@ class Ingest:
         self._repair(now)
         return actions
 
+    def on_snapshot_unanswered(self, now: float) -> list[Action]:
+        """The fetch ended before it began: the node is away. It is wanted as soon as it answers.
+
+        The connection's own back-off spaces the attempts.
+        """
+        if not self._fetching:
+            return []
+        if self._hidden:
+            return self.on_snapshot_failed(now)
+        self.counts.failed_snapshots += 1
+        self._fetching, self._needs_snapshot, self._not_before = False, True, now
+        return []
+
     def on_rows_lost(self, now: float) -> list[Action]:
         """Visible rows were dropped or refused by the table; only a snapshot brings them back."""
         actions = self._drop_hidden()

@@ -165,13 +165,14 @@ class Subscriber:
 
     async def _fetch_snapshot(self, stub: Any) -> None:
         self._directory.on_snapshot_started(self.address)
+        was_answered = False
         call = stub.Snapshot(index_pb2.SnapshotRequest(), timeout=SNAPSHOT_SECONDS)
         try:
             while True:
                 message = await self._within(call.read)
                 if message is grpc.aio.EOF:  # type: ignore[attr-defined]
                     return
-                self._got_message = True
+                self._got_message = was_answered = True
                 self.counts.received_bytes += message.ByteSize()
                 faults.hit(faults.INDEX_PAGE)
                 page = page_from_wire(message)
@@ -179,7 +180,10 @@ class Subscriber:
                 await asyncio.sleep(0)  # queries come between two pages
         finally:
             call.cancel()
-            self._directory.on_snapshot_ended(self.address, self._clock())
+            if was_answered:
+                self._directory.on_snapshot_ended(self.address, self._clock())
+            else:
+                self._directory.on_snapshot_unanswered(self.address, self._clock())
 
     async def _within(self, read: Callable[[], Awaitable[Any]]) -> Any:
         async with aio.timeout(self._message_seconds):

@@ -109,3 +109,20 @@ def test_comparison_of_equal_rows_names_nothing(index: BlockIndex) -> None:
     while comparison.step():
         pass
     assert comparison.choices == ()
+
+
+def test_full_index_keeps_what_it_has_and_takes_new_blocks_when_others_go(
+    index: BlockIndex,
+) -> None:
+    small = type(index)(1024)
+    prefix, churn = random_keys(11, 200), random_keys(12, 3000)
+    small.apply_stored(Holder(1), Tier.DRAM, prefix)
+    dropped = 0
+    for first in range(0, 3000, 100):
+        dropped += small.apply_stored(Holder(2), Tier.DRAM, churn[first : first + 100]).dropped
+        (hit,) = (hit for hit in small.query(prefix) if hit.holder == 1)
+        assert hit.hit_blocks == 200, "a prefix that is only read was given up for new blocks"
+    assert dropped == 3000 - (1024 - 200)
+    small.apply_removed(Holder(2), Tier.DRAM, churn[:100])
+    assert small.apply_stored(Holder(2), Tier.DRAM, churn[-50:]).changed == 50
+    small.check_integrity()

@@ -24,6 +24,8 @@ from tests.model.redis_channel import WEIGHTED_WITH_REDIS, RedisChannel, redis_r
 from tests.model.unreliable_channel import LENGTHS, WEIGHTED, UnreliableChannel
 
 CAPACITY_BLOCKS = 1024
+SHORT = (25, 60)
+"""Steps of a run where each waits for Redis."""
 MAKERS: dict[str, Callable[[int], BlockIndex]] = {
     "memory": MemoryIndex,
     "dict": DictIndex,
@@ -39,15 +41,20 @@ def runner(backend: str) -> Iterator[Run]:
     """Runs with this backend; for Redis all with one real server."""
     if backend == "redis":
         with redis_server() as server, redis_runs(server) as runs:
-            yield lambda seed: _played(RedisChannel(runs, seed), WEIGHTED_WITH_REDIS, seed)
+            yield lambda seed: _played(RedisChannel(runs, seed), WEIGHTED_WITH_REDIS, seed, SHORT)
     else:
         make = MAKERS[backend]
         yield lambda seed: _played(UnreliableChannel(make(CAPACITY_BLOCKS), seed), WEIGHTED, seed)
 
 
-def _played(channel: UnreliableChannel, steps: Sequence[str], seed: int) -> UnreliableChannel:
+def _played(
+    channel: UnreliableChannel,
+    steps: Sequence[str],
+    seed: int,
+    lengths: tuple[int, int] = LENGTHS,
+) -> UnreliableChannel:
     choose = random.Random(seed)
-    channel.run(choose.choices(steps, k=choose.randint(*LENGTHS)))
+    channel.run(choose.choices(steps, k=choose.randint(*lengths)))
     return channel
 
 
@@ -61,9 +68,11 @@ def main() -> int:
     started, failed, repairs = time.monotonic(), [], 0
     with runner(options.backend) as run:
         for seed in range(options.seed, options.seed + options.runs):
+            if seed > options.seed and (seed - options.seed) % 500 == 0:
+                print(f"{seed - options.seed} runs, {len(failed)} failed", flush=True)
             try:
                 repairs += run(seed).bucket_repairs
-            except Exception:  # noqa: PERF203
+            except Exception:
                 failed.append(seed)
                 traceback.print_exc()
     print(

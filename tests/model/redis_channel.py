@@ -34,7 +34,7 @@ QUEUE_ROWS = 60
 """So few that queues overflow, and nodes are compared."""
 AUDIT_SECONDS = 2.0
 LEASE_SECONDS = 3600.0
-FEW_TAGS = 4
+FEW_TAGS = 2
 SETTLE_TURNS = 30
 WEIGHTED_WITH_REDIS = [
     step

@@ -237,7 +237,10 @@ class UnreliableChannel:
                 self.visible_rows_are_what_the_index_claims()
         if not self.is_calm and self.random.random() < 0.5:
             self.store()
-        self.directory.on_snapshot_ended(ADDRESS, self.now)
+        if arrived:
+            self.directory.on_snapshot_ended(ADDRESS, self.now)
+        else:
+            self.directory.on_snapshot_unanswered(ADDRESS, self.now)
         self.old_pages += pages
 
     def some_batch(self) -> EventBatch:

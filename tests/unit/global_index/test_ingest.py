@@ -372,3 +372,20 @@ def test_audit_that_agrees_ends_the_repair(ingest: Ingest) -> None:
     assert ingest.exactness is Exactness.EXACT
     assert ingest.position() == Position(Incarnation(1), Seq(3))
     assert ingest.on_report(report(2, blocks=9), EMPTY, 3.0) == [Resume()], "tried anew"
+
+
+def test_node_that_was_away_for_long_is_asked_for_its_snapshot_as_soon_as_it_answers(
+    ingest: Ingest,
+) -> None:
+    ingest.on_batch(batch(1, 2), 0.0)
+    ingest.on_rows_lost(30.0)
+    for attempt in range(40):  # nobody answers
+        now = 30.0 + 8 * attempt
+        assert ingest.wants_snapshot(now)
+        ingest.on_snapshot_started()
+        assert ingest.on_snapshot_unanswered(now) == []
+    assert ingest.on_report(report(2, blocks=9), EMPTY, 400.0) == [FetchSnapshot()]
+    ingest.on_snapshot_started()
+    ingest.on_page(page(2, is_last=False), 400.0)
+    assert ingest.on_snapshot_unanswered(400.0) == [DropGeneration(SECOND)]
+    assert ingest.counts.failed_snapshots == 41

@@ -1,0 +1,36 @@
+"""Every block that a node advertises can be had from it, alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from emberkv_proto.hashing import index_keys
+from emberkv_proto.types import Tier
+from tests.helpers.chains import chain_of, read_chain, write_chain
+from tests.helpers.cluster import Cluster
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+CHAINS = 14
+
+
+def test_each_advertised_block_is_read_back_by_its_own_hash(tmp_path: Path) -> None:
+    with Cluster(tmp_path, dram_blocks=30, ssd_blocks=90) as cluster:
+        (node,) = cluster.nodes
+        chains = [chain_of(number, 6) for number in range(CHAINS)]
+        with node.client() as client:
+            for chain in chains:
+                write_chain(client, chain)
+        (catalog,) = cluster.await_rest()
+        by_key = {
+            key: block_hash
+            for chain in chains
+            for key, block_hash in zip(index_keys(chain).tolist(), chain, strict=True)
+        }
+        advertised = catalog.rows[Tier.DRAM] | catalog.rows[Tier.SSD]
+        assert catalog.rows[Tier.SSD] - catalog.rows[Tier.DRAM], {t: len(k) for t, k in catalog.rows.items()}
+        assert advertised <= by_key.keys(), "a block is advertised that nobody wrote"
+        with node.client(10.0) as client:
+            for key in sorted(advertised):
+                assert read_chain(client, [by_key[key]]) == 1
