@@ -123,5 +123,5 @@ def test_rows_cleared_and_stored_again_are_those_stored_last() -> None:
     apply(index, MINE, BlocksStored(Tier.DRAM, as_keys((3, 4, 5))), copy)
     apply(index, MINE, BlocksRemoved(Tier.DRAM, as_keys((4,))), copy)
     apply(index, MINE, BlocksStored(Tier.DRAM, np.array([0, 9], np.uint64)), copy)
-    assert copy.settle()[Tier.DRAM].tolist() == [3, 5, 9]
+    assert sorted(copy.settle()[Tier.DRAM].tolist()) == [3, 5, 9]
     assert copy.rereads == 0
