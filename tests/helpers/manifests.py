@@ -17,7 +17,7 @@ CHART = ROOT / "deploy/helm/emberkv"
 KUSTOMIZE = ROOT / "deploy/kustomize"
 TOOLS = Path(os.environ.get("EMBERKV_K8S_TOOLS", ROOT / ".venvs/k8s/bin"))
 Manifest = dict[str, Any]
-RUN_SECONDS = 50
+RUN_SECONDS = 170
 
 
 def tool(name: str) -> str:

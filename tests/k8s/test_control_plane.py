@@ -23,6 +23,7 @@ from tests.helpers.manifests import Manifest, find, kustomized, template_of
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(240)]
 
+MARK = "checksum/config"
 NODES = ("node-a", "node-b", "node-c")
 
 
@@ -83,14 +84,14 @@ def settle(plane: ControlPlane, nodes: int = len(NODES)) -> None:
 def templates_of(plane: ControlPlane) -> dict[str, str]:
     """Of each store pod the checksum of the configuration it was made for."""
     return {
-        pod["spec"]["nodeName"]: pod["metadata"]["annotations"]["checksum/config"]
+        pod["spec"].get("nodeName", "not yet bound"): pod["metadata"]["annotations"][MARK]
         for pod in plane.pods("store")
     }
 
 
 def changed(release: list[Manifest], mark: str, strategy: Manifest) -> Manifest:
     daemons = copy.deepcopy(find(release, "DaemonSet", "emberkv-store"))
-    daemons["spec"]["template"]["metadata"]["annotations"]["checksum/config"] = mark
+    daemons["spec"]["template"]["metadata"]["annotations"][MARK] = mark
     daemons["spec"]["updateStrategy"] = strategy
     daemons["spec"]["minReadySeconds"] = 0
     return daemons
