@@ -54,6 +54,13 @@ KVCACHE_SIMULATOR = Peer(
     "it needs Python 3.10 or newer",
 )
 
+DYNAMO = Peer(
+    "dynamo",
+    ("ai-dynamo-runtime==1.6.1", "numpy==2.4.6"),
+    "from dynamo.llm import RadixTree; RadixTree()",
+    "its wheels are for x86-64 and aarch64 with glibc 2.28 or newer",
+)
+
 
 class PeerUnavailableError(Exception):
     """Why a peer cannot be measured here."""

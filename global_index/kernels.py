@@ -42,6 +42,8 @@ BLOCKS, TOP, CURSOR, ROWS, FREE_ROW = range(5)
 use; the first free one, or -1."""
 STATE_WORDS = 5
 TIERS = 3
+MIN_SLOTS = 1024
+MIN_ROWS = 256
 
 _0, _1, _3, _7, _16, _32, _64 = map(u64, (0, 1, 3, 7, 16, 32, 64))
 _LOW_WORD = u64(0xFFFF)
@@ -87,6 +89,13 @@ def look_ahead(slots: U64, entries: U64, keys: U64, i: Int) -> None:
         word = slots[home((keys[i + 8] * _MIX) >> _32, slots.shape[0])]
         if word != _0:
             fetch(entries, 2 * place_of(word))
+
+
+@part
+def look_at_first(slots: U64, keys: U64, start: Int) -> None:
+    """Fetch what the first keys need, which `look_ahead` is too late for."""
+    for i in range(start, min(start + 16, keys.shape[0])):
+        fetch(slots, home((keys[i] * _MIX) >> _32, slots.shape[0]))
 
 
 @part
@@ -366,6 +375,7 @@ def store(
     changed, unchanged, dropped = 0, 0, 0
     xor, seen, became = _0, _0, _0
     place = -1
+    look_at_first(slots, keys, start)
     i = start
     while i < keys.shape[0]:
         key = keys[i]
@@ -427,11 +437,23 @@ def free_entry(slots: U64, entries: U64, state: I64, key: Word, place: Int) -> N
 
 
 @compiled
+def is_sparse(slots: U64, rows: U64, state: I64) -> Flag:
+    """Whether three quarters of what the table may hold, or of the bitmap rows, are unused.
+
+    A table in its first pages is never sparse.
+    """
+    return (16 * state[BLOCKS] < 3 * slots.shape[0] and slots.shape[0] > MIN_SLOTS) or (
+        4 * state[ROWS] < rows.shape[0] and rows.shape[0] > MIN_ROWS
+    )
+
+
+@compiled
 def remove(
     slots: U64, entries: U64, rows: U64, uses: I64, state: I64, digests: U64,
     holder: Int, tier: Int, keys: U64, start: Int,
-) -> tuple[Int, Int]:  # fmt: skip
-    """Take rows away for keys[start:]; return where it stopped, and how many there were.
+) -> tuple[Int, Int, Flag]:  # fmt: skip
+    """Take rows away for keys[start:]; return where it stopped, how many there were, and whether
+    the table stands three quarters empty now.
 
     Less than len(keys) means: add free rows, then go on from there.
     """
@@ -440,6 +462,7 @@ def remove(
     changed = 0
     xor, seen, became = _0, _0, _0
     place = -2
+    look_at_first(slots, keys, start)
     i = start
     while i < keys.shape[0]:
         key = keys[i]
@@ -480,7 +503,7 @@ def remove(
         xor ^= key
     digests[holder, tier, 0] -= np.uint64(changed)
     digests[holder, tier, 1] ^= xor
-    return i, changed
+    return i, changed, is_sparse(slots, rows, state)
 
 
 @compiled

@@ -32,12 +32,12 @@ from global_index.jit import I64, U64
 from global_index.kernels import (
     BLOCKS,
     FREE_ROW,
+    MIN_SLOTS,
     ROWS,
     TOP,
 )
 from global_index.walk import BASE, FIRST, NEXT, PLACE, walk
 
-_MIN_SLOTS = 1024
 _MAX_SLOTS = 1 << 32  # a slot has 32 bits for its tag and 32 for a place
 _ALL_TIERS = 0b111
 _BUCKETS_AT_ONCE = 4
@@ -55,8 +55,8 @@ class MemoryIndex:
         if not 1 <= capacity_blocks <= _MAX_SLOTS // 2:
             raise ValueError(f"capacity_blocks {capacity_blocks} is not in 1..{_MAX_SLOTS // 2}")
         self._capacity = capacity_blocks
-        self._slots = np.zeros(_MIN_SLOTS, np.uint64)
-        self._entries = _new_entries(_MIN_SLOTS)
+        self._slots = np.zeros(MIN_SLOTS, np.uint64)
+        self._entries = _new_entries(MIN_SLOTS)
         self._rows = np.zeros((0, kernels.TIERS, 1), np.uint64)
         self._uses = np.zeros(0, np.int64)
         self._state = np.zeros(kernels.STATE_WORDS, np.int64)
@@ -101,7 +101,7 @@ class MemoryIndex:
         keys = _u64(keys)
         done = changed = 0
         while True:
-            done, taken = kernels.remove(
+            done, taken, is_sparse = kernels.remove(
                 self._slots,
                 self._entries,
                 self._rows,
@@ -117,7 +117,8 @@ class MemoryIndex:
             if done == keys.size:
                 break
             self._grow_rows()
-        self._shrink()
+        if is_sparse:
+            self._shrink()
         return Applied(changed, keys.size - changed, 0)
 
     def clear_tier(self, holder: Holder, tier: Tier) -> int:
@@ -297,7 +298,8 @@ class MemoryIndex:
             if is_done or budget == 0:
                 break
             self._grow_rows()
-        self._shrink()
+        if kernels.is_sparse(self._slots, self._rows, self._state):
+            self._shrink()
         return place
 
     def _widen(self, holder: Holder) -> None:
@@ -332,14 +334,9 @@ class MemoryIndex:
         kernels.list_free_rows(self._uses, self._state, old)
 
     def _shrink(self) -> None:
-        """Give memory back when the table, or the bitmap rows, stand three quarters empty."""
-        blocks, slots = int(self._state[BLOCKS]), self._slots.size
+        """Give memory back: write table and bitmap rows anew, at about twice what is used."""
+        slots = max(2 * int(self._state[BLOCKS]), MIN_SLOTS)
         rows = int(self._state[ROWS])
-        is_sparse = slots > _MIN_SLOTS and 4 * blocks < _grow_at(slots)
-        if not is_sparse and (len(self._rows) <= 256 or 4 * rows >= len(self._rows)):
-            return
-        if is_sparse:
-            slots = max(2 * blocks, _MIN_SLOTS)
         packed = _new_entries(slots)
         packed_rows = np.zeros((2 * rows, *self._rows.shape[1:]), np.uint64)
         smaller = np.zeros(slots, np.uint64)
@@ -387,6 +384,6 @@ def _write_links(links: BaseLinks, bases: Iterable[Holder], table: I64) -> None:
 
 def _u64(keys: Keys) -> Keys:
     """The one array type that the kernels are compiled for; keys from the wire are read-only."""
-    if keys.dtype == _U64 and keys.flags.carray:
+    if keys.dtype is _U64 and keys.flags.carray:
         return keys
     return np.require(keys, np.uint64, ["C", "A", "W"])
