@@ -11,7 +11,9 @@ from dataclasses import asdict
 from typing import Any
 
 import grpc
+from google.protobuf.message import Message
 
+from client_sdk import aio
 from client_sdk.index_client import CHANNEL_OPTIONS, ERROR_METADATA_KEY
 from client_sdk.tls import bind
 from emberkv_proto.convert import (
@@ -21,7 +23,12 @@ from emberkv_proto.convert import (
     keys_from_wire,
     page_to_wire,
 )
-from emberkv_proto.errors import EmberError, InvalidRequestError, PreflightError
+from emberkv_proto.errors import (
+    DeadlineError,
+    EmberError,
+    InvalidRequestError,
+    PreflightError,
+)
 from emberkv_proto.types import NodeId
 from emberkv_proto.v1 import index_pb2, index_pb2_grpc
 from emberkv_proto.wire import MAX_BLOCKS_PER_CALL
@@ -32,6 +39,8 @@ from global_index.views import NodeView
 
 log = logging.getLogger(__name__)
 
+TAKE_SECONDS = 30.0
+"""A reader of a stream that lets a message wait for as long is cut off: others want its place."""
 MAX_COPIES = 4
 """Snapshots sent at the same time; more wait."""
 
@@ -94,13 +103,12 @@ class IndexServicer(index_pb2_grpc.IndexServicer):
             async for change in changes:
                 views = {view.node_id: view for view in self._index.nodes()}
                 nodes = [views[node_id] for node_id in change.changed if node_id in views]
-                await context.write(
-                    index_pb2.WatchResponse(
-                        is_whole=change.is_whole,
-                        nodes=[_view_to_wire(view) for view in nodes],
-                        removed=change.removed,
-                    )
+                message = index_pb2.WatchResponse(
+                    is_whole=change.is_whole,
+                    nodes=[_view_to_wire(view) for view in nodes],
+                    removed=change.removed,
                 )
+                await _write(context, message)
 
     async def Snapshot(  # noqa: N802
         self, request: index_pb2.CopyRequest, context: _Context
@@ -111,7 +119,7 @@ class IndexServicer(index_pb2_grpc.IndexServicer):
             node_ids = [NodeId(node_id) for node_id in request.node_ids]
             async with aclosing(self._index.copy_nodes(node_ids)) as pages:
                 async for page in pages:
-                    await context.write(page_to_wire(page))
+                    await _write(context, page_to_wire(page))
 
     async def Nodes(  # noqa: N802
         self, request: index_pb2.NodesRequest, context: _Context
@@ -134,6 +142,15 @@ async def _errors_answered(context: _Context) -> AsyncIterator[None]:
         await context.abort(
             _STATUS[error.code], str(error), ((ERROR_METADATA_KEY, type(error).__name__),)
         )
+
+
+async def _write(context: _Context, message: Message) -> None:
+    """Send one message of a stream. Raises DeadlineError when its reader does not take it."""
+    try:
+        async with aio.timeout(TAKE_SECONDS):
+            await context.write(message)
+    except (asyncio.TimeoutError, TimeoutError):
+        raise DeadlineError(f"a message was not taken within {TAKE_SECONDS} s") from None
 
 
 def _view_to_wire(view: NodeView) -> index_pb2.NodeState:

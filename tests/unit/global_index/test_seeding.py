@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 
+import grpc
 import pytest
 
 from client_sdk import aio
@@ -12,7 +14,8 @@ from client_sdk.index_client import IndexClient
 from emberkv_proto.errors import UnavailableError
 from emberkv_proto.events import SnapshotPage
 from emberkv_proto.types import EngineInfo, Incarnation, NamespaceId, NodeHit, NodeId, Seq, Tier
-from global_index import copying, directory
+from emberkv_proto.v1 import index_pb2
+from global_index import copying, directory, service
 from global_index.config import IndexSection
 from global_index.directory import NodeDirectory
 from global_index.embedded import GlobalIndex
@@ -299,6 +302,37 @@ async def test_watch_tells_of_nodes_that_come_fall_silent_and_change(
             await until(lambda: index.watch.watchers == 0)
         finally:
             await client.close()
+
+
+class StalledContext:
+    """Of a call whose reader takes nothing."""
+
+    def __init__(self) -> None:
+        self.aborted: list[object] = []
+
+    async def write(self, message: object) -> None:
+        await asyncio.Event().wait()
+
+    async def abort(self, code: object, *details: object) -> None:
+        self.aborted.append(code)
+
+
+async def test_reader_that_takes_nothing_loses_its_place(
+    servers: list[ModelServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "TAKE_SECONDS", 0.05)
+    async with served(*servers) as (index, _):
+        await until(lambda: is_exact(index, *servers))
+        servicer = service.IndexServicer(index, lambda _: None)
+        contexts = [StalledContext() for _ in range(service.MAX_COPIES + 2)]
+        async with aio.timeout(20):
+            request = index_pb2.CopyRequest()
+            await asyncio.gather(*(servicer.Snapshot(request, c) for c in contexts))  # type: ignore[arg-type]
+            watching = StalledContext()
+            await servicer.Watch(index_pb2.WatchRequest(), watching)  # type: ignore[arg-type]
+        for context in (*contexts, watching):
+            assert context.aborted == [grpc.StatusCode.DEADLINE_EXCEEDED]
+        assert index.watch.watchers == 0
 
 
 async def test_watch_of_an_index_that_goes_ends_in_an_error(servers: list[ModelServer]) -> None:
