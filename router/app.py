@@ -31,6 +31,7 @@ from router.routes import Routes
 from router.scoring import Speeds
 from router.server_connection import ServerLimits
 from router.speeds import LearningLimits, SpeedBook
+from router.tenants import Tenants
 from router.tokenize import TokenCache, Tokenizer
 from router.upstream_pool import UpstreamLimits, UpstreamPool
 from router.view import IndexView
@@ -90,6 +91,7 @@ class Router:
         self.admission = Admission(chooser, _admission_limits(cfg), self.metrics)
         self.ledger.on_freed = self.admission.notice
         self.metrics.watch_line(self.admission.waiting)
+        self.tenants = _tenants(cfg, loop.time)
         proxy = Proxy(
             chooser,
             self.admission,
@@ -98,10 +100,18 @@ class Router:
             self.pool,
             self.metrics,
             ProxyLimits(cfg.retries, cfg.retry_after_seconds),
+            self.tenants,
         )
         self.admin = Admin(chooser, _gate(cfg.operator_token_file))
         routes = Routes(
-            proxy, self.admin, chooser, self.engines, self.ledger, self.speeds, self.metrics
+            proxy,
+            self.admin,
+            chooser,
+            self.engines,
+            self.ledger,
+            self.speeds,
+            self.metrics,
+            self.tenants,
         )
         limits = ServerLimits(cfg.max_body_bytes, cfg.max_header_bytes, cfg.client_idle_seconds)
         self.server = HttpServer(routes.handle, limits)
@@ -167,12 +177,16 @@ class Router:
         )
         for part in parts:
             part.check_integrity()
+        if self.tenants is not None:
+            self.tenants.check_integrity()
 
     def _sync_engines(self) -> None:
         configured = self._index.configured_engines()
         self.engines.sync(self._index.nodes(), self._loop.time(), configured)
         self.predicted.expire(self._loop.time())
         self.speeds.refresh()
+        if self.tenants is not None:
+            self.tenants.refresh()
         self.admission.notice()  # an engine that came or recovered has room
 
     def _engine_removed(self, engine: Engine) -> None:
@@ -189,6 +203,13 @@ class Router:
                 action()
             except Exception:
                 log.exception("periodic work of the router failed; it goes on")
+
+
+def _tenants(cfg: RouterSection, clock: Callable[[], float]) -> Tenants | None:
+    if cfg.key_file is None or cfg.tenant_secret_file is None:
+        return None
+    secret = read_token(cfg.tenant_secret_file, "router.tenant_secret_file")
+    return Tenants(cfg.key_file, secret, clock)
 
 
 def _gate(path: Path | None) -> OperatorGate:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from client_sdk.logs import LogFormat, LogLevel
 from client_sdk.settings import Section, Settings
@@ -54,6 +54,11 @@ class RouterSection(Section):
 
     operator_token_file: Path | None = None
     """Secret that calls of /admin from other machines send; without it only loopback may call."""
+
+    key_file: Path | None = None
+    """API keys and tenants, written by `emberkv router-key`; without it everybody may call."""
+    tenant_secret_file: Path | None = None
+    """Secret of the cluster, of which tenants' cache salts are made; the same for all routers."""
 
     prefill_tokens_per_second: Speed = 5000.0
     """First guess of an engine's prefill speed. It and the next four are learned from answers."""
@@ -126,6 +131,12 @@ class RouterSection(Section):
     log_level: LogLevel = "info"
     log_format: LogFormat = "text"
     """text for people, json (a line each) for a log collector."""
+
+    @model_validator(mode="after")
+    def _keys_need_a_secret(self) -> RouterSection:
+        if self.key_file is not None and self.tenant_secret_file is None:
+            raise ValueError("key_file needs tenant_secret_file, of which cache salts are made")
+        return self
 
 
 class RouterSettings(Settings):

@@ -37,6 +37,8 @@ class Request:
     body: bytes
     http_version: str
     keep_alive: bool
+    tenant: str = ""
+    """Whose key came with it; empty where no keys are asked for."""
 
     def header(self, name: bytes) -> bytes | None:
         """Return the first value of `name` (lower case)."""
@@ -69,6 +71,8 @@ def error_body(status: int, message: str, kind: str, code: str | None = None) ->
 
 
 _KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     405: "method_not_allowed",
     408: "request_timeout",

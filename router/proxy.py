@@ -34,6 +34,7 @@ from router.scoring import attention_pairs
 from router.server_connection import ServerConnection
 from router.speeds import SpeedBook
 from router.stretches import Watched, Worked
+from router.tenants import TenantRefusedError, Tenants, Visit
 from router.upstream_head import (
     DiedError,
     GarbledError,
@@ -84,6 +85,7 @@ class _Attempt:
     decision: Decision
     tried: frozenset[str]
     """Engines asked so far, this one included."""
+    visit: Visit | None
 
     @property
     def engine(self) -> Engine:
@@ -126,7 +128,9 @@ class Proxy:
         pool: UpstreamPool,
         metrics: RouterMetrics,
         limits: ProxyLimits,
+        tenants: Tenants | None = None,
     ) -> None:
+        self._tenants = tenants
         self._chooser = chooser
         self._admission = admission
         self._ledger = ledger
@@ -157,6 +161,9 @@ class Proxy:
         except UnknownModelError as error:
             self._metrics.refused.labels("unknown_model").inc()
             self._refuse(client, error_response(404, str(error), code="model_not_found"))
+        except TenantRefusedError as refused:
+            self._metrics.refused.labels(refused.why).inc()
+            self._refuse(client, refused.response)
         except BadPriorityError as error:
             self._refuse(client, error_response(400, str(error), code="invalid_priority"))
         except NoEngineError as error:
@@ -164,10 +171,28 @@ class Proxy:
             self._refuse(client, error_response(503, str(error), self._retry_after))
 
     async def _complete(self, request: Request, client: ServerConnection) -> None:
-        began = self._loop.time()
         body = parse_body(request.body)
+        if self._tenants is None:
+            await self._serve(request, body, client, None)
+            return
+        with self._tenants.visit(request.tenant) as visit:
+            await self._serve(self._tenants.sealed(request, body), body, client, visit)
+
+    async def _serve(
+        self,
+        request: Request,
+        body: dict[str, Any],
+        client: ServerConnection,
+        visit: Visit | None,
+    ) -> None:
+        began = self._loop.time()
         priority = read_priority(request.header(PRIORITY_HEADER), body.get("priority"))
+        if visit is not None:
+            visit.check_model(str(body.get("model", "")))
+            priority = visit.allowed(priority)
         plan = await self._chooser.plan(body, len(request.body))
+        if visit is not None:
+            visit.spend_prompt(plan.prompt_tokens)
         try:
             decision = self._admission.try_now(plan, priority)
             self._metrics.decision_seconds.observe(self._loop.time() - began)
@@ -178,26 +203,42 @@ class Proxy:
             return
         if decision.is_exploring:
             self._metrics.explored.inc()
-        await self._forward(request, client, plan, decision)
+        await self._forward(request, client, plan, decision, visit)
 
     async def _pass_on(self, request: Request, client: ServerConnection) -> None:
-        model = parse_body(request.body).get("model")
+        body = parse_body(request.body)
+        if self._tenants is None:
+            await self._pass_body_on(request, body, client)
+            return
+        with self._tenants.visit(request.tenant) as visit:
+            visit.check_model(str(body.get("model", "")))
+            await self._pass_body_on(request, body, client)
+
+    async def _pass_body_on(
+        self, request: Request, body: dict[str, Any], client: ServerConnection
+    ) -> None:
+        model = body.get("model")
         plan = Plan(model if isinstance(model, str) else "", 1, None)
         try:
             decision = self._chooser.choose(plan, ())
         except SaturatedError as error:
             self._refuse_saturated(client, plan, error)
             return
-        await self._forward(request, client, plan, decision)
+        await self._forward(request, client, plan, decision, None)
 
     async def _forward(
-        self, request: Request, client: ServerConnection, plan: Plan, decision: Decision
+        self,
+        request: Request,
+        client: ServerConnection,
+        plan: Plan,
+        decision: Decision,
+        visit: Visit | None,
     ) -> None:
         identity = request_id(request)
         tried: frozenset[str] = frozenset()
         while True:
             tried |= {decision.chosen.engine.url}
-            attempt = _Attempt(request, identity, client, plan, decision, tried)
+            attempt = _Attempt(request, identity, client, plan, decision, tried, visit)
             failure = await self._try(attempt)
             if failure is None:
                 return
@@ -287,6 +328,8 @@ class Proxy:
         if head.status == 200:
             delivered = relay.delivered()
             self._count_hits(attempt.decision, delivered)
+            if attempt.visit is not None and delivered is not None:
+                attempt.visit.spend_answer(delivered.completion_tokens or 0)
             worked = work_until_first_byte(attempt.decision, delivered, relay.is_stream)
             if worked is not None:
                 watched.told(worked)

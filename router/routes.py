@@ -17,7 +17,19 @@ from router.metrics import RouterMetrics
 from router.proxy import BadBodyError, Proxy, parse_body
 from router.server_connection import ServerConnection
 from router.speeds import SpeedBook
+from router.tenants import TenantRefusedError, Tenants
 
+KEYED_PATHS = frozenset(
+    {
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/models",
+        "/tokenize",
+        "/detokenize",
+        "/route/explain",
+    }
+)
+"""Need an API key where there is a key file."""
 Route = Callable[[Request, ServerConnection], Awaitable[None]]
 METRICS_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 
@@ -34,7 +46,9 @@ class Routes:
         ledger: LoadLedger,
         speeds: SpeedBook,
         metrics: RouterMetrics,
+        tenants: Tenants | None,
     ) -> None:
+        self._tenants = tenants
         self._chooser = chooser
         self._engines = engines
         self._ledger = ledger
@@ -70,12 +84,22 @@ class Routes:
                 )
             )
             return
+        if self._tenants is not None and request.path in KEYED_PATHS:
+            try:
+                request = self._tenants.identified(request)
+            except TenantRefusedError as refused:
+                self._metrics.refused.labels(refused.why).inc()
+                client.respond(refused.response)
+                return
         await route(request, client)
 
     async def _explain(self, request: Request, client: ServerConnection) -> None:
         """Decide without doing: nothing is charged, predicted or sent on."""
         try:
-            plan = await self._chooser.plan(parse_body(request.body), len(request.body))
+            body = parse_body(request.body)
+            if self._tenants is not None:
+                request = self._tenants.sealed(request, body)
+            plan = await self._chooser.plan(body, len(request.body))
         except BadBodyError as error:
             client.respond(error_response(400, str(error), code="invalid_json"))
             return

@@ -16,6 +16,7 @@ from rich.console import Console
 
 from client_sdk.cli.operator_app import TokenOption
 from client_sdk.cli.operator_app import add_commands as add_operator_commands
+from client_sdk.cli.router_key import router_key_app
 from emberkv_proto import __version__
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ config_app = typer.Typer(help="The configuration that the parts would run with."
 add_operator_commands(app)
 app.add_typer(config_app, name="config", no_args_is_help=True)
 doctor_app = typer.Typer()
+app.add_typer(router_key_app, name="router-key", no_args_is_help=True)
 app.add_typer(doctor_app, name="doctor", invoke_without_command=True)
 
 ConfigOption = Annotated[
