@@ -201,7 +201,7 @@ async def test_workers_lists_daemons_and_engines_that_publish_nothing(server: Mo
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"endpoint": "ipc:///tmp/x"}, "tcp://host:port"),
+        ({"endpoint": "ipc:///run/e"}, "tcp://host:port"),
         ({"replay_endpoint": "tcp://*:1"}, "tcp://host:port"),
         ({"namespace_id": "zz"}, "hexadecimal"),
         ({"instance_id": ""}, "engine_id"),
