@@ -220,5 +220,11 @@ def _describe(error: ValidationError, origins: Origins) -> str:
             lines.append(f"{key}: {problem['msg'].removeprefix('Value error, ')}")
             continue
         origin = origins.get(".".join(str(part) for part in problem["loc"][:2]), "default")
-        lines.append(f"{key}: {problem['msg']} (got {problem['input']!r}, from {origin})")
+        lines.append(f"{key}: {problem['msg']} (got {_shown(problem['input'])}, from {origin})")
     return "; ".join(lines)
+
+
+def _shown(value: object) -> str:
+    """A value for an error message; a URL that may hold a password is left out."""
+    text = repr(value)
+    return "a URL with a password" if "://" in text and "@" in text else text

@@ -19,6 +19,7 @@ import redis.asyncio
 from redis.asyncio.cluster import RedisCluster
 
 START_SECONDS = 20.0
+PORTS_TRIED = 3
 _NAMES = ("redis-server", "valkey-server")
 
 
@@ -79,13 +80,20 @@ class RedisServer:
 def redis_server(*options: str) -> Iterator[RedisServer]:
     """A server without persistence, ready inside the block."""
     with tempfile.TemporaryDirectory(prefix="ekredis") as folder:
-        port = _free_port()
-        command = [
-            *(server_binary(), "--port", str(port), "--bind", "127.0.0.1"),
-            *("--save", "", "--appendonly", "no", "--dir", folder, "--loglevel", "warning"),
-            *options,
-        ]
-        server = RedisServer(_start(command, port), port, command)
+        program = server_binary()
+        for attempt in range(PORTS_TRIED):
+            port = _free_port()
+            command = [
+                *(program, "--port", str(port), "--bind", "127.0.0.1"),
+                *("--save", "", "--appendonly", "no", "--dir", folder, "--loglevel", "warning"),
+                *options,
+            ]
+            try:
+                server = RedisServer(_start(command, port), port, command)
+                break
+            except AssertionError:  # somebody took the port, or a cluster's second one, meanwhile
+                if attempt == PORTS_TRIED - 1:
+                    raise
         try:
             yield server
         finally:

@@ -17,10 +17,11 @@ import redis.asyncio
 from client_sdk import aio
 from client_sdk.cli.status import redis_line
 from client_sdk.index_client import IndexClient
+from client_sdk.settings import load_settings
 from emberkv_proto.errors import ConfigError, UnavailableError
 from emberkv_proto.hashing import block_hashes, index_keys
 from emberkv_proto.types import EngineInfo, NamespaceId, NodeHit, NodeId, Tier, TierDigest
-from global_index.config import IndexSection
+from global_index.config import IndexSection, IndexSettings
 from global_index.embedded import GlobalIndex
 from global_index.index import Holder
 from global_index.ingest import Exactness
@@ -218,6 +219,9 @@ def test_a_password_in_the_url_and_a_foreign_scheme_are_refused() -> None:
     for url in ("redis://user:secret@host", "http://host:6379", "redis://"):
         with pytest.raises(ValueError, match="redis_url"):
             IndexSection(redis_url=url)
+    with pytest.raises(ConfigError) as refused:
+        load_settings(IndexSettings, overrides=["index.redis_url=redis://user:secret@host"])
+    assert "secret" not in str(refused.value)
     with pytest.raises(ConfigError, match="redis_password_file"):
         IndexSection(redis_password_file=Path("/nowhere")).password()
     assert "secret" not in repr(IndexSection(redis_password="secret"))
@@ -379,6 +383,20 @@ async def test_overflowing_queue_costs_a_comparison_and_no_rows(server: RedisSer
             nodes[0].daemon.store(Tier.DRAM, range(start, start + 1000))
         await until(lambda: redis_equals(server, nodes))
         assert index.shared.writer.counts.compared > compared
+
+
+async def test_full_redis_costs_no_answers_and_is_filled_when_it_has_room() -> None:
+    with redis_server("--maxmemory", "4mb") as server:
+        async with daemons(1) as nodes, sharing(server, nodes) as index:
+            await until(lambda: redis_equals(server, nodes))
+            nodes[0].daemon.store(Tier.DRAM, range(1000, 61_000))
+            assert index.shared is not None
+            counts = index.shared.link.counts
+            await until(lambda: asyncio.sleep(0, counts.full > 0))
+            await until(lambda: answers(index, nodes))
+            async with server.client() as client:
+                await client.config_set("maxmemory", "200mb")
+            await until(lambda: redis_equals(server, nodes))
 
 
 async def test_growing_node_is_cut_into_more_slices_and_loses_nothing(server: RedisServer) -> None:
