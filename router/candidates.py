@@ -60,14 +60,13 @@ def short_list(candidates: Sequence[Candidate], preferences: Preferences) -> lis
     """Return those whose own hit is near the best, and the least loaded ones."""
     best = max(candidate.holding.node_tokens for candidate in candidates)
     wanted = max(1.0, best * preferences.near_best_fraction)
-    by_load = sorted(candidates, key=_queue)  # stable, so equal loads keep the caller's order
-    room = preferences.least_loaded_candidates
+    queues = [_queue(candidate) for candidate in candidates]
     # All engines as idle as the last one taken come too, or ties would always go to the first.
-    limit = _queue(by_load[min(room, len(by_load)) - 1])
+    limit = sorted(queues)[min(preferences.least_loaded_candidates, len(queues)) - 1]
     return [
         candidate
-        for candidate in candidates
-        if candidate.holding.node_tokens >= wanted or _queue(candidate) <= limit
+        for candidate, queue in zip(candidates, queues, strict=True)
+        if queue <= limit or candidate.holding.node_tokens >= wanted
     ]
 
 

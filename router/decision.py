@@ -272,11 +272,8 @@ class Chooser:
         raise NoEngineError("no engine is healthy")
 
     def _has_room(self, engine: Engine) -> bool:
-        ledger, limits = self._ledger, self.limits
-        return (
-            ledger.active_requests(engine.url) < limits.max_requests
-            and ledger.queued_tokens(engine.url) < limits.max_queued_tokens
-        )
+        limits = self.limits
+        return self._ledger.has_room(engine.url, limits.max_requests, limits.max_queued_tokens)
 
     def _least_busy(self, engines: Sequence[Engine]) -> Engine:
         return min(engines, key=lambda engine: self._ledger.active_requests(engine.url))

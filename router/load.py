@@ -146,9 +146,12 @@ class LoadLedger:
         entry = self._entries.get(url)
         return len(entry.charges) if entry else 0
 
-    def queued_tokens(self, url: str) -> int:
+    def has_room(self, url: str, max_requests: int, max_queued_tokens: int) -> bool:
+        """Whether the engine has fewer than both."""
         entry = self._entries.get(url)
-        return entry.queued_tokens if entry else 0
+        return entry is None or (
+            len(entry.charges) < max_requests and entry.queued_tokens < max_queued_tokens
+        )
 
     def total_requests(self) -> int:
         return sum(len(entry.charges) for entry in self._entries.values())

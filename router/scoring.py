@@ -132,14 +132,21 @@ def queue_seconds(load: Load, speeds: Speeds) -> float:
     """
     seconds = load.active_requests * speeds.decode_request_seconds
     if load.queued_prefill_tokens:
-        first = speeds.work_seconds(load.first_tokens, load.first_attention_pairs)
-        queued = speeds.work_seconds(load.queued_prefill_tokens, load.queued_attention_pairs)
+        # As work_seconds would say; written out, since it is asked for every engine twice.
+        token, pair = speeds.prefill_tokens_per_second, speeds.prefill_quadratic_seconds
+        first = load.first_tokens / token + load.first_attention_pairs * pair
+        queued = load.queued_prefill_tokens / token + load.queued_attention_pairs * pair
         seconds += queued - min(load.first_seconds, first)
     return seconds
 
 
 def estimate(prompt_tokens: int, holding: Holding, load: Load, speeds: Speeds) -> Estimate:
     """Return the terms with the best stopping point. At least one token is always computed."""
+    queue = queue_seconds(load, speeds)
+    if not (holding.dram_tokens or holding.ssd_tokens or holding.peer_tokens):
+        rest = max(1, prompt_tokens - holding.hbm_tokens)
+        prefill = speeds.work_seconds(rest, attention_pairs(rest, prompt_tokens))
+        return Estimate(queue, 0.0, prefill, holding, rest)
     local = holding.dram_tokens / speeds.dram_tokens_per_second
     local += holding.ssd_tokens / speeds.ssd_tokens_per_second
     peer = holding.peer_tokens / speeds.peer_tokens_per_second
@@ -149,7 +156,6 @@ def estimate(prompt_tokens: int, holding: Holding, load: Load, speeds: Speeds) -
         stops.append((local, here))
     if holding.peer_tokens:
         stops.append((local + peer + speeds.peer_setup_seconds, holding))
-    queue = queue_seconds(load, speeds)
     best: Estimate | None = None
     for fetch, used in stops:
         rest = max(1, prompt_tokens - used.node_tokens - used.peer_tokens)

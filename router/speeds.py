@@ -113,26 +113,34 @@ class SpeedBook:
         engine = self._engines.get(url)
         if engine is None:
             return  # forgotten in the meantime
+        computed, speeds = worked.computed_tokens, self.of(url)
+        in_all = worked.dram_tokens + worked.ssd_tokens + worked.peer_tokens
+        if in_all <= computed * NEGLIGIBLE_SHARE:
+            if computed < LEAST_TOKENS:
+                self.unclear += 1
+                return
+            spent = seconds
+            if in_all:
+                spent -= worked.dram_tokens / speeds.dram_tokens_per_second
+                spent -= worked.ssd_tokens / speeds.ssd_tokens_per_second
+                spent -= worked.peer_tokens / speeds.peer_tokens_per_second
+            each = spent / computed
+            self._take(
+                engine.prefill,
+                engine,
+                worked.attention_pairs / computed,
+                each,
+                1 / max(1e-12, each),
+            )
+            return
         fetched = {
             "dram": worked.dram_tokens,
             "ssd": worked.ssd_tokens,
             "peer": worked.peer_tokens,
         }
-        in_all = sum(fetched.values())
-        speeds = self.of(url)
         tier, most = max(fetched.items(), key=lambda item: item[1])
-        if in_all <= worked.computed_tokens * NEGLIGIBLE_SHARE:
-            if worked.computed_tokens < LEAST_TOKENS:
-                self.unclear += 1
-                return
-            tokens = worked.computed_tokens
-            spent = seconds - sum(n / _fetch_speed(speeds, name) for name, n in fetched.items())
-            context = worked.attention_pairs / tokens
-            self._take(
-                engine.prefill, engine, context, spent / tokens, 1 / max(1e-12, spent / tokens)
-            )
-        elif most >= max(LEAST_TOKENS, worked.computed_tokens, 0.9 * in_all):
-            spent = seconds - speeds.work_seconds(worked.computed_tokens, worked.attention_pairs)
+        if most >= max(LEAST_TOKENS, computed, 0.9 * in_all):
+            spent = seconds - speeds.work_seconds(computed, worked.attention_pairs)
             if tier == "peer":
                 spent -= speeds.peer_setup_seconds
             speed = most / max(spent, seconds * LEAST_FETCH_SHARE, 1e-9)
@@ -217,15 +225,6 @@ class SpeedBook:
             for url, engine in self._engines.items()
             if engine.own
         }
-
-
-def _fetch_speed(speeds: Speeds, tier: str) -> float:
-    match tier:
-        case "dram":
-            return speeds.dram_tokens_per_second
-        case "ssd":
-            return speeds.ssd_tokens_per_second
-    return speeds.peer_tokens_per_second
 
 
 def _slope(samples: deque[_Sample], known: float) -> float:

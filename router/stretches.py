@@ -72,7 +72,7 @@ class Watched:
             return
         self._is_told = True
         stretch.told += 1
-        stretch.worked += worked
+        stretch.worked = worked if stretch.told == 1 else stretch.worked + worked
         self._stopwatch.settle(stretch)
 
     def __enter__(self) -> Watched:
@@ -131,8 +131,7 @@ class Stopwatch:
             self._stretch = None
 
     def settle(self, stretch: _Stretch) -> None:
-        is_complete = stretch.ended is not None and stretch.told == stretch.members
-        if stretch.ended is not None and is_complete and not stretch.is_void:
+        if stretch.ended is not None and stretch.told == stretch.members and not stretch.is_void:
             stretch.is_void = True  # told once
             self._measured(stretch.worked, stretch.ended - stretch.began)
 
