@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from statistics import median
 
-from router.scoring import Speeds
+from router.scoring import Speeds, attention_pairs
 from router.stretches import Stopwatch, Watched, Worked
 
 LEAST_TOKENS = 64
@@ -28,6 +28,9 @@ LEAST_CONTEXT_SPREAD = 512.0
 """Contexts closer together say nothing about the slope."""
 NEGLIGIBLE_SHARE = 0.1
 """Fetched tokens per computed one that leave a stretch one of prefill."""
+ALIKE_PROMPTS = (500, 4000, 16_000)
+ALIKE_RATIO = 1.2
+"""Engines whose estimates for all these prompts are this close are one as quick as the other."""
 LEAST_FETCH_SHARE = 0.05
 """Of a stretch's time; what a fetch took cannot be told more exactly."""
 
@@ -221,10 +224,28 @@ class SpeedBook:
             fleet[field] = median(known)
         self._newcomer = replace(self._guesses, **fleet)
         self._speeds = {
-            url: replace(self._newcomer, **engine.own)
+            url: self._own_or_alike(replace(self._newcomer, **engine.own))
             for url, engine in self._engines.items()
             if engine.own
         }
+
+    def _own_or_alike(self, own: Speeds) -> Speeds:
+        """An engine's speeds; its prefill is the median's where it is hardly another.
+
+        Else of equal engines the one that chance measured quicker would get all requests that come
+        one at a time.
+        """
+        usual = self._newcomer
+        for prompt in ALIKE_PROMPTS:
+            pairs = attention_pairs(prompt, prompt)
+            ratio = own.work_seconds(prompt, pairs) / usual.work_seconds(prompt, pairs)
+            if not 1 / ALIKE_RATIO <= ratio <= ALIKE_RATIO:
+                return own
+        return replace(
+            own,
+            prefill_tokens_per_second=usual.prefill_tokens_per_second,
+            prefill_quadratic_seconds=usual.prefill_quadratic_seconds,
+        )
 
 
 def _slope(samples: deque[_Sample], known: float) -> float:

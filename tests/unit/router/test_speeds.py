@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from random import Random
 
 import pytest
@@ -116,6 +117,19 @@ def test_an_engine_that_gets_nothing_since_it_was_slow_is_tried_again() -> None:
     assert fleet.book.counts("b").prefill == 0
     assert fleet.book.of("b") == fleet.book.of("never seen")
     assert fleet.book.of("b").prefill_tokens_per_second == pytest.approx(20_000, rel=0.2)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_equal_engines_share_what_comes_one_at_a_time(seed: int) -> None:
+    """They are measured a little differently, which must not send everything to one of them."""
+    fleet = Fleet(seed)
+    for url in "abc":
+        fleet.run(url, speeds(20_000 * fleet.rng.uniform(0.93, 1.07), 1e-9), 60)
+    policy = CostPolicy(Preferences(0.8, 2, 0.001, 0.1))
+    engines = [Candidate(url, Load(), NOTHING, fleet.book.of(url)) for url in "abc"]
+    rng = Random(seed)
+    spread = Counter(policy.pick(Asked(4000), engines, rng).url for _ in range(300))
+    assert min(spread[url] for url in "abc") > 50
 
 
 def test_first_guesses_count_until_there_are_enough_samples() -> None:
