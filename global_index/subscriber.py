@@ -49,6 +49,8 @@ class StreamCounts:
     malformed: int = 0
     received_bytes: int = 0
     """Of messages, as protobuf."""
+    repair_bytes: int = 0
+    """Of those, what carried buckets."""
 
 
 class Subscriber:
@@ -129,7 +131,10 @@ class Subscriber:
                 if not self._got_message:
                     self.counts.connects += 1
                     self._got_message = True
-                self.counts.received_bytes += message.ByteSize()
+                size = message.ByteSize()
+                self.counts.received_bytes += size
+                if message.HasField("bucket_rows") or message.report.bucket_xors:
+                    self.counts.repair_bytes += size
                 step = self._take(message)
                 while step is StreamStep.COMPARE:
                     await asyncio.sleep(0)  # queries come between two steps
