@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import logging
 import random
+import signal
 import sys
 import time
 import traceback
@@ -65,6 +66,7 @@ def main() -> int:
     parser.add_argument("--backend", choices=BACKENDS, default="memory")
     options = parser.parse_args()
     logging.disable(logging.WARNING)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was started is ended too
     started, failed, repairs = time.monotonic(), [], 0
     with runner(options.backend) as run:
         for seed in range(options.seed, options.seed + options.runs):

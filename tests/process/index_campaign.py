@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -218,6 +219,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--redis", action="store_true", help="share the index through Redis")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was started is ended too
     with ExitStack() as stack:
         redis = stack.enter_context(redis_server()) if options.redis else None
         directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="emberkv-index-"))
