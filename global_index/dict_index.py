@@ -133,7 +133,7 @@ class DictIndex:
             changed = held ^ was
             was = held
             for seen in _holders((changed | changed >> 1 | changed >> 2) & _FIRST_BITS):
-                for holder in (seen, *self._links.dependants(seen)):
+                for holder in (seen, *self._links.dependents(seen)):
                     if position == 0:
                         runs.setdefault(holder, _Run())
                     if holder in runs:

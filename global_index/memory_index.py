@@ -132,8 +132,8 @@ class MemoryIndex:
             self._cursors[holder] = cursor
             return False
         self._cursors.pop(holder, None)
-        for dependant in self._links.dependants(holder):
-            self.set_base(dependant, None)
+        for dependent in self._links.dependents(holder):
+            self.set_base(dependent, None)
         self.set_base(holder, None)
         return True
 
@@ -375,10 +375,10 @@ def _write_links(links: BaseLinks, bases: Iterable[Holder], table: I64) -> None:
     """Write who has these bases: for each a list linked by holder numbers."""
     for base in bases:
         last, place = base, FIRST
-        for dependant in links.dependants(base):
-            table[dependant, BASE] = base
-            table[last, place] = dependant
-            last, place = dependant, NEXT
+        for dependent in links.dependents(base):
+            table[dependent, BASE] = base
+            table[last, place] = dependent
+            last, place = dependent, NEXT
         table[last, place] = -1
 
 

@@ -62,7 +62,7 @@ class NaiveIndex:
     def query(self, keys: Keys) -> list[HolderHit]:
         hits = []
         owners = {holder for holder, _ in self._sets}
-        owners.update(*(self._links.dependants(owner) for owner in [*owners]))
+        owners.update(*(self._links.dependents(owner) for owner in [*owners]))
         for holder in owners:
             base = self._links.base(holder)
             both = (holder,) if base is None else (holder, base)
