@@ -6,6 +6,7 @@ who says `model_name` gets Dynamo's.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -261,12 +262,12 @@ def _tokens(raw: Any) -> npt.NDArray[np.uint32]:
     if not raw:
         return np.empty(0, np.uint32)
     try:
-        ids = np.array(raw)
-    except (ValueError, OverflowError):
-        ids = np.empty(0)
-    if ids.ndim != 1 or ids.dtype.kind not in "iu" or not 0 <= ids.min() <= ids.max() < 1 << 32:
-        raise InvalidRequestError("token_ids must be whole numbers in 0..4294967295")
-    return ids.astype(np.uint32)
+        # Types first: of numbers and one long text numpy would make texts that are all as long.
+        if set(map(type, raw)) == {int}:
+            return np.frombuffer(array("I", raw), np.uint32)
+    except OverflowError:
+        pass
+    raise InvalidRequestError("token_ids must be whole numbers in 0..4294967295")
 
 
 def _key(value: Any) -> int:

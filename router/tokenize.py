@@ -8,6 +8,7 @@ still goes, by load alone.
 from __future__ import annotations
 
 import json
+from array import array
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -114,21 +115,18 @@ def read_prompt(body: Mapping[str, Any]) -> TokenIds | Ask | NoTokens:
 
 
 def token_ids(ids: list[Any]) -> TokenIds | NoTokens:
-    """Check ids and pack them as the hash builder wants them; numpy does both at C speed.
+    """Check ids and pack them as the hash builder wants them, both at C speed.
 
-    A stray `true` among numbers counts as 1: the ids only route, the engine judges the request.
+    Types first: of numbers and one long text numpy would make texts that are all as long.
     """
     if not ids:
         return np.empty(0, np.uint32)
+    if set(map(type, ids)) != {int}:
+        return NoTokens.BAD_IDS
     try:
-        array = np.asarray(ids)
-    except (ValueError, OverflowError):
-        return NoTokens.BAD_IDS  # ragged lists
-    if array.ndim != 1 or array.dtype.kind not in "iu":
+        return np.frombuffer(array("I", ids), np.uint32)
+    except OverflowError:
         return NoTokens.BAD_IDS
-    if int(array.min()) < 0 or int(array.max()) > 0xFFFFFFFF:
-        return NoTokens.BAD_IDS
-    return array.astype(np.uint32)
 
 
 def _ask(body: Mapping[str, Any], fields: tuple[str, ...]) -> Ask:

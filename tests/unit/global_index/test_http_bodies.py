@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -102,6 +103,18 @@ def test_hashes_are_numbers_of_either_sign_or_whole_hashes(field: str) -> None:
 def test_what_cannot_be_asked_is_refused_by_name(raw: bytes, words: str) -> None:
     with pytest.raises(InvalidRequestError, match=words):
         read_tokens_question(raw)
+
+
+@pytest.mark.parametrize("first", [1, ""])
+def test_one_long_text_among_token_ids_costs_no_memory(first: object) -> None:
+    raw = body(model="m", token_ids=[first, "x" * 100_000, *[""] * 200])
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidRequestError, match="token_ids"):
+            read_tokens_question(raw)
+        assert tracemalloc.get_traced_memory()[1] < 2 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_lists_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -63,6 +64,16 @@ def test_ids_in_the_body_are_used_as_they_are() -> None:
 )
 def test_a_prompt_without_usable_ids_says_why(body: dict[str, Any], why: NoTokens) -> None:
     assert read_prompt(body) is why
+
+
+def test_one_long_text_among_ids_costs_no_memory() -> None:
+    prompt = [1, "x" * 100_000, *[""] * 200]
+    tracemalloc.start()
+    try:
+        assert read_prompt({"prompt": prompt}) is NoTokens.BAD_IDS
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_only_fields_that_change_the_rendering_are_asked_and_remembered_by() -> None:
