@@ -182,6 +182,7 @@ class ServerConnection(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         self._is_write_paused = True
+        self.last_activity = self._server.loop.time()  # it has taken all until now
         if self._source is not None:
             self._source.pause()
 

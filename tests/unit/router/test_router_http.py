@@ -7,7 +7,15 @@ import json
 
 import pytest
 
-from tests.helpers.fake_engine import COMPLETION, FakeEngine, FakeRequest, answer, hang, response
+from tests.helpers.fake_engine import (
+    COMPLETION,
+    SSE_HEAD,
+    FakeEngine,
+    FakeRequest,
+    answer,
+    hang,
+    response,
+)
 from tests.helpers.router_client import connected, http_post, request, running_router
 
 PROMPT = {"model": "m", "prompt": [1, 2, 3]}
@@ -269,6 +277,26 @@ async def test_a_request_that_comes_drop_by_drop_is_closed_in_time_too() -> None
             assert (await body.read()).status == 408
         finally:
             dripping.cancel()
+
+
+async def test_a_client_that_stops_reading_late_in_a_stream_has_its_whole_time_from_then() -> None:
+    async with (
+        FakeEngine().serving() as engine,
+        running_router(engine.url, client_idle_seconds=60) as router,
+        connected(router.port) as client,
+    ):
+        engine.completion = hang(SSE_HEAD)
+        client.post("/v1/completions", PROMPT)
+        await client.read_head()
+        (connection,) = router.router.server.connections
+        now = asyncio.get_running_loop().time()
+        connection.last_activity = now - 100  # when its request came
+        connection.pause_writing()
+        connection.check_idle(now + 1)
+        await asyncio.sleep(0.02)
+        assert router.inflight() == 1
+        connection.check_idle(now + 120)
+        await router.settled()
 
 
 async def test_trailers_do_not_become_headers() -> None:
