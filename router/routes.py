@@ -8,7 +8,7 @@ from typing import Any
 
 from emberkv_proto import __version__
 from router.admin import Admin
-from router.decision import Chooser, NoEngineError, SaturatedError, UnknownModelError
+from router.decision import Chooser, NoEngineError, Plan, SaturatedError, UnknownModelError
 from router.engines import EngineTable
 from router.explain import explain, worker
 from router.http_message import Request, Response, error_response, json_response
@@ -97,9 +97,11 @@ class Routes:
         """Decide without doing: nothing is charged, predicted or sent on."""
         try:
             body = parse_body(request.body)
-            if self._tenants is not None:
-                request = self._tenants.sealed(request, body)
-            plan = await self._chooser.plan(body, len(request.body))
+            plan = await self._plan(request, body)
+        except TenantRefusedError as refused:
+            self._metrics.refused.labels(refused.why).inc()
+            client.respond(refused.response)
+            return
         except BadBodyError as error:
             client.respond(error_response(400, str(error), code="invalid_json"))
             return
@@ -119,6 +121,15 @@ class Routes:
         except SaturatedError as error:
             problem, scored = str(error), self._chooser.explain(plan)
         client.respond(json_response(explain(plan, decision, problem, scored, self._speeds)))
+
+    async def _plan(self, request: Request, body: dict[str, Any]) -> Plan:
+        """An engine may have to make the tokens, so it counts as a request of the tenant's."""
+        if self._tenants is None:
+            return await self._chooser.plan(body, len(request.body))
+        with self._tenants.visit(request.tenant) as visit:
+            visit.check_model(str(body.get("model", "")))
+            request = self._tenants.sealed(request, body)
+            return await self._chooser.plan(body, len(request.body))
 
     def _models(self) -> Response:
         cards: dict[str, dict[str, Any]] = {}

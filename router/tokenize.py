@@ -19,6 +19,7 @@ import blake3
 import numpy as np
 import numpy.typing as npt
 
+from emberkv_proto.request_keys import salt_bytes
 from router.engine_client import Fetched
 from router.engines import Engine
 from router.upstream_head import UpstreamError
@@ -132,7 +133,11 @@ def token_ids(ids: list[Any]) -> TokenIds | NoTokens:
 def _ask(body: Mapping[str, Any], fields: tuple[str, ...]) -> Ask:
     wanted = {name: body[name] for name in ("model", *fields) if body.get(name) is not None}
     packed = json.dumps(wanted, separators=(",", ":"), sort_keys=False).encode()
-    return Ask(packed, blake3.blake3(packed).digest())
+    salt = body.get("cache_salt")
+    digest = blake3.blake3(packed)
+    # Else a quick answer would tell one salt's owner what another's has asked.
+    digest.update(b"\0" + salt_bytes(salt if isinstance(salt, str) else None))
+    return Ask(packed, digest.digest())
 
 
 def read_answer(fetched: Fetched) -> TokenIds | NoTokens:

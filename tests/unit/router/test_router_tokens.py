@@ -16,6 +16,8 @@ from router.tokenize import Ask, NoTokens, TokenCache, Tokenizer, read_answer, r
 from router.upstream_head import ResponseTimeoutError
 from router.usage import Delivered, from_json, from_stream_tail
 
+SALT = {"cache_salt": "a"}
+
 
 def engine() -> Engine:
     return EngineTable(BreakerLimits(3, 2.0), 60.0).add("http://127.0.0.1:1", 0.0)
@@ -87,6 +89,17 @@ def test_only_fields_that_change_the_rendering_are_asked_and_remembered_by() -> 
     assert first == second
     assert first.digest != other.digest
     assert json.loads(first.body) == chat
+
+
+def test_what_one_salt_asked_is_not_remembered_for_another() -> None:
+    chat = {"model": "m", "messages": []}
+    plain, one, other = (read_prompt({**chat, **salt}) for salt in ({}, SALT, {"cache_salt": "b"}))
+    assert isinstance(plain, Ask)
+    assert isinstance(one, Ask)
+    assert isinstance(other, Ask)
+    assert len({plain.digest, one.digest, other.digest}) == 3
+    assert plain.body == one.body == other.body
+    assert one == read_prompt({**chat, **SALT})
 
 
 async def test_an_answer_is_remembered() -> None:

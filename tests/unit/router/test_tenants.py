@@ -31,7 +31,7 @@ from tests.helpers.router_client import (
 )
 
 PATH = "/v1/completions"
-PROMPT = {"model": "m", "prompt": list(range(8))}
+PROMPT: dict[str, Any] = {"model": "m", "prompt": list(range(8))}
 
 
 @dataclass
@@ -181,7 +181,9 @@ async def test_limits_answer_429_with_a_time_and_hold_for_one_tenant_only(files:
         # 8 tokens of prompt and one of the answer leave one.
         assert [await status(small) for _ in range(2)] == [200, 429]
         assert [await status(free) for _ in range(5)] == [200] * 5
-        assert r.counter("refused_requests_total", why="tenant_requests") == 1
+        explained = await request(r.port, "/route/explain", PROMPT, few)
+        assert explained.status == 429
+        assert r.counter("refused_requests_total", why="tenant_requests") == 2
         assert r.counter("refused_requests_total", why="tenant_tokens") == 1
 
 
@@ -220,6 +222,7 @@ async def test_models_and_classes_beyond_a_tenants_own_are_not_given(files: File
         assert (
             await request(r.port, "/tokenize", {"model": "m", "prompt": "a"}, headers)
         ).status == 403
+        assert (await request(r.port, "/route/explain", PROMPT, headers)).status == 403
         assert not other.requests
 
 
