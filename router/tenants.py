@@ -154,7 +154,8 @@ class Tenants:
             status = self._path.stat()
         except OSError:
             return (0, 0, 0)
-        return (status.st_mtime_ns, status.st_ino, status.st_size)
+        # A chmod, which may be what was wrong, changes only the ctime.
+        return (status.st_ctime_ns, status.st_ino, status.st_size)
 
 
 def with_salt(raw: bytes, body: Mapping[str, Any], salt: str, *, had_own: bool) -> bytes:

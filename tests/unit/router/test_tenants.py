@@ -249,6 +249,14 @@ async def test_a_changed_file_counts_within_moments_and_stands_in_the_audit_log(
         assert (await request(r.port, PATH, PROMPT, second)).status == 200
         assert r.router.tenants is not None
         assert r.router.tenants.failed_reads == 1
+        files.keys.unlink()
+        third = files.add("acme")
+        await becomes(third, 200)
+        files.revoke(third)
+        files.keys.chmod(0o666)
+        await asyncio.sleep(0.2)
+        files.keys.chmod(0o600)
+        await becomes(third, 401)
         lines = "\n".join(x.getMessage() for x in caplog.records if x.name == "router.audit")
         assert "of tenant other is new" in lines
         assert "of tenant acme is revoked" in lines
