@@ -109,6 +109,7 @@ class Admission:
             raise SaturatedError(f"no engine had room for {waited} s", "queue_timeout") from None
         finally:
             self._line.leave(waiter)
+            self._line.limit = max(self._limits.max_requests, len(self._line))
             self._pass_on(waiter)
             self._metrics.waited_seconds.observe(self._loop.time() - began)
 

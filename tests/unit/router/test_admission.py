@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
+from router.admission import AdmissionLimits
 from router.load import LoadLedger
 from tests.helpers.fake_engine import (
     COMPLETION,
@@ -137,6 +138,28 @@ async def test_a_full_line_takes_a_higher_class_and_sends_its_last_away() -> Non
             gate.release()
         assert {got.status for got in await asyncio.gather(first, kept, urgent)} == {200}
         assert [seen.json["prompt"][0] for seen in engine.requests] == [0, 4, 1]
+
+
+async def test_a_line_made_shorter_stays_so_once_those_beyond_have_left() -> None:
+    gate = asyncio.Semaphore(0)
+    async with (
+        FakeEngine().serving() as engine,
+        running_router(engine.url, max_inflight_per_engine=1, queue_requests=3) as router,
+    ):
+        engine.completion = gated(gate)
+        first = asyncio.ensure_future(request(router.port, PATH, prompt(0)))
+        await engine.was_asked()
+        tasks = await asked_in_turn(router, *((number, "normal") for number in (1, 2, 3)))
+        admission = router.router.admission
+        admission.set_limits(AdmissionLimits(1, 10.0, 1, 60))
+        for left in (2, 1):
+            gate.release()
+            await until(lambda left=left: len(admission) == left)  # type: ignore[misc]
+            admission.check_integrity()
+            assert (await request(router.port, PATH, prompt(9))).status == 429
+        for _ in range(2):
+            gate.release()
+        assert {got.status for got in await asyncio.gather(first, *tasks)} == {200}
 
 
 async def test_a_client_that_goes_away_leaves_the_line_at_once() -> None:
