@@ -14,6 +14,7 @@ import msgspec
 MAX_HEAD_BYTES = 16 * 1024
 MAX_BODY_BYTES = 12 * 1024 * 1024
 """A prompt of a million token ids as JSON."""
+MAX_QUERY_FIELDS = 32
 JSON = "application/json"
 TEXT = "text/plain; charset=utf-8"
 
@@ -102,11 +103,17 @@ def parse_head(raw: bytes) -> RequestHead:
             HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"a body has at most {MAX_BODY_BYTES} bytes"
         )
     path, _, query = target.partition("?")
+    try:
+        asked = dict(parse_qsl(query, keep_blank_values=True, max_num_fields=MAX_QUERY_FIELDS))
+    except ValueError:
+        raise RefusedError(
+            HTTPStatus.BAD_REQUEST, f"a query has at most {MAX_QUERY_FIELDS} fields"
+        ) from None
     wish = headers.get("connection", "").lower()
     return RequestHead(
         method,
         path,
-        dict(parse_qsl(query, keep_blank_values=True, max_num_fields=32)),
+        asked,
         headers,
         int(length),
         wish == "keep-alive" if version == "HTTP/1.0" else wish != "close",

@@ -54,6 +54,7 @@ def test_connections_are_kept_as_the_version_and_the_client_wish(
             head("POST / HTTP/1.1", "Content-Length: 1", "Content-Length: 2"),
             HTTPStatus.BAD_REQUEST,
         ),
+        (head(f"GET /?{'a&' * 40} HTTP/1.1"), HTTPStatus.BAD_REQUEST),
         (head("POST / HTTP/1.1", "Transfer-Encoding: chunked"), HTTPStatus.LENGTH_REQUIRED),
         (
             head("POST / HTTP/1.1", "Content-Length: 99999999999"),
