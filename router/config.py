@@ -111,7 +111,7 @@ class RouterSection(Section):
     tokenize_seconds: Seconds = 0.5
     """Deadline of an engine's /tokenize; after it the request goes by load."""
     tokenize_cache_tokens: Annotated[int, Field(ge=0)] = 16_000_000
-    """Token ids kept (4 bytes each)."""
+    """Token ids kept (4 bytes each); what a prompt costs beside them counts too."""
 
     health_interval_seconds: Seconds = 1.0
     health_timeout_seconds: Seconds = 1.0

@@ -42,6 +42,8 @@ CHAT_FIELDS = (
 its chat templates read)."""
 
 COMPLETION_FIELDS = ("prompt", "add_special_tokens")
+ENTRY_TOKENS = 160
+"""What remembering a prompt costs beside its tokens, in tokens of 4 bytes."""
 
 
 class NoTokens(str, Enum):
@@ -71,7 +73,10 @@ class Fetcher(Protocol):
 
 
 class TokenCache:
-    """Least recently used token ids by digest of what they were made from, bounded by tokens."""
+    """Least recently used token ids by digest of what they were made from, bounded by tokens.
+
+    Each entry counts for `ENTRY_TOKENS` more, or short prompts would take memory without bound.
+    """
 
     def __init__(self, capacity_tokens: int) -> None:
         self._capacity_tokens = capacity_tokens
@@ -87,16 +92,20 @@ class TokenCache:
     def put(self, digest: bytes, tokens: TokenIds) -> None:
         old = self._entries.pop(digest, None)
         if old is not None:
-            self._tokens -= len(old)
+            self._tokens -= _cost(old)
         self._entries[digest] = tokens
-        self._tokens += len(tokens)
+        self._tokens += _cost(tokens)
         while self._tokens > self._capacity_tokens:
             _, dropped = self._entries.popitem(last=False)
-            self._tokens -= len(dropped)
+            self._tokens -= _cost(dropped)
 
     def check_integrity(self) -> None:
-        assert self._tokens == sum(len(tokens) for tokens in self._entries.values())
+        assert self._tokens == sum(map(_cost, self._entries.values()))
         assert self._tokens <= self._capacity_tokens
+
+
+def _cost(tokens: TokenIds) -> int:
+    return ENTRY_TOKENS + len(tokens)
 
 
 def read_prompt(body: Mapping[str, Any]) -> TokenIds | Ask | NoTokens:

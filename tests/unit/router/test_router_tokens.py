@@ -12,7 +12,15 @@ import pytest
 from router.engine_client import Fetched
 from router.engines import Engine, EngineTable
 from router.health import BreakerLimits
-from router.tokenize import Ask, NoTokens, TokenCache, Tokenizer, read_answer, read_prompt
+from router.tokenize import (
+    ENTRY_TOKENS,
+    Ask,
+    NoTokens,
+    TokenCache,
+    Tokenizer,
+    read_answer,
+    read_prompt,
+)
 from router.upstream_head import ResponseTimeoutError
 from router.usage import Delivered, from_json, from_stream_tail
 
@@ -104,7 +112,7 @@ def test_what_one_salt_asked_is_not_remembered_for_another() -> None:
 
 async def test_an_answer_is_remembered() -> None:
     client = AnsweringEngine(Fetched(200, b'{"tokens": [5, 6], "count": 2}'))
-    cache = TokenCache(100)
+    cache = TokenCache(1000)
     tokenizer = Tokenizer(client, cache, 0.5)
     for _ in range(3):
         ids = await tokenizer.tokens({"prompt": "ab", "model": "m"}, engine())
@@ -123,22 +131,31 @@ async def test_a_slow_or_refusing_engine_means_no_tokens_and_is_asked_again() ->
         (Fetched(200, b'{"tokens": [1, "a"]}'), NoTokens.BAD_IDS),
     ):
         client = AnsweringEngine(fetched)
-        tokenizer = Tokenizer(client, TokenCache(100), 0.5)
+        tokenizer = Tokenizer(client, TokenCache(1000), 0.5)
         for _ in range(2):
             assert await tokenizer.tokens({"prompt": "ab"}, engine()) is why
         assert len(client.bodies) == 2
 
 
 def test_the_cache_is_bounded_by_tokens_and_drops_the_longest_unused() -> None:
-    cache = TokenCache(10)
+    cache = TokenCache(2 * ENTRY_TOKENS + 10)
     for name in (b"a", b"b", b"c"):
         cache.put(name, np.zeros(4, np.uint32))
         cache.get(b"a")
         cache.check_integrity()
     assert cache.get(b"a") is not None
     assert cache.get(b"b") is None
-    cache.put(b"huge", np.zeros(11, np.uint32))
+    cache.put(b"huge", np.zeros(2 * ENTRY_TOKENS, np.uint32))
     assert cache.get(b"huge") is None
+    cache.check_integrity()
+
+
+def test_empty_prompts_do_not_fill_the_cache_without_bound() -> None:
+    cache = TokenCache(10 * ENTRY_TOKENS)
+    names = [b"%d" % number for number in range(1000)]
+    for name in names:
+        cache.put(name, np.empty(0, np.uint32))
+    assert sum(cache.get(name) is not None for name in names) == 10
     cache.check_integrity()
 
 
