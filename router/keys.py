@@ -13,6 +13,7 @@ import json
 import os
 import secrets
 import stat
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Literal
@@ -197,8 +198,9 @@ def edit_keys(path: Path, change: Callable[[KeyFile], KeyFile]) -> None:
 
 def write_keys(path: Path, file: KeyFile) -> None:
     """Write the whole file beside it and move it there, readable by its owner alone."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}")
-    fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    # Not by process id: in containers they repeat, and one that died here left its file.
+    fd, name = tempfile.mkstemp(prefix=f"{path.name}.", dir=path.parent)
+    partial = Path(name)
     try:
         with os.fdopen(fd, "w", encoding="utf-8") as out:
             json.dump(file.model_dump(mode="json"), out, indent=1)

@@ -84,6 +84,14 @@ def test_a_file_that_is_none_is_refused_without_showing_it(tmp_path: Path, conte
         read_keys(path)
 
 
+def test_what_a_process_of_the_same_id_left_behind_is_in_nobodys_way(tmp_path: Path) -> None:
+    path = tmp_path / "keys.json"
+    (tmp_path / f"keys.json.{os.getpid()}").write_text("half a file")
+    write_keys(path, KeyFile())
+    assert read_keys(path) == KeyFile()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
 def test_a_file_that_others_may_write_and_one_that_is_away_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "keys.json"
     with pytest.raises(ConfigError, match="cannot be read"):
