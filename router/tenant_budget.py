@@ -33,9 +33,15 @@ class Bucket:
         self._level -= cost
 
     def resize(self, per_minute: int, now: float) -> None:
-        """A changed limit: what was used stays used."""
+        """A changed limit: what was used stays used, of a smaller one the same share.
+
+        Else what was right under a large limit would shut the tenant out for long.
+        """
         self._fill(now)
-        self._level += per_minute - self.per_minute
+        if per_minute >= self.per_minute:
+            self._level += per_minute - self.per_minute
+        elif self._level > 0:
+            self._level *= per_minute / self.per_minute
         self.per_minute = per_minute
 
     def check_integrity(self) -> None:

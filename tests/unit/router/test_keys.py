@@ -157,6 +157,16 @@ def test_a_changed_limit_keeps_what_was_used() -> None:
     budget.check_integrity()
 
 
+def test_a_smaller_limit_shuts_nobody_out_for_what_the_larger_one_allowed() -> None:
+    budget = TenantBudget(TenantLimits(requests_per_minute=1000), 0.0)
+    for _ in range(500):
+        assert budget.enter(0.0) is None
+    budget.change(TenantLimits(requests_per_minute=10), 0.0)
+    assert sum(budget.enter(0.0) is None for _ in range(50)) == 5
+    assert budget.enter(6.1) is None
+    budget.check_integrity()
+
+
 def test_no_sequence_gets_more_than_a_bucket_and_its_refill() -> None:
     rng = Random(2)
     for _ in range(200):
