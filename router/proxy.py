@@ -199,6 +199,8 @@ class Proxy:
             if decision is None:
                 decision = await self._admission.wait(plan, priority)
         except SaturatedError as error:
+            if visit is not None:
+                visit.return_prompt(plan.prompt_tokens)
             self._refuse_saturated(client, plan, error)
             return
         if decision.is_exploring:

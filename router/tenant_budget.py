@@ -32,6 +32,11 @@ class Bucket:
         self._fill(now)
         self._level -= cost
 
+    def give_back(self, cost: int, now: float) -> None:
+        """What was taken was not used after all."""
+        self._fill(now)
+        self._level = min(float(self.per_minute), self._level + cost)
+
     def resize(self, per_minute: int, now: float) -> None:
         """A changed limit: what was used stays used, of a smaller one the same share.
 
@@ -96,6 +101,11 @@ class TenantBudget:
             return Overdrawn(f"{self._tokens.per_minute} tokens a minute", wait)
         self._tokens.take(tokens, now)
         return None
+
+    def return_prompt(self, tokens: int, now: float) -> None:
+        """No engine got the prompt whose tokens were taken."""
+        if self._tokens is not None:
+            self._tokens.give_back(tokens, now)
 
     def spend_answer(self, tokens: int, now: float) -> None:
         """Take what was generated, into debt if need be."""

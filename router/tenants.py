@@ -62,6 +62,9 @@ class Visit:
         """Raises TenantRefusedError (429) where its tokens of the minute are used up."""
         _refuse_overdrawn("tenant_tokens", self._budget.spend_prompt(tokens, self._clock()))
 
+    def return_prompt(self, tokens: int) -> None:
+        self._budget.return_prompt(tokens, self._clock())
+
     def spend_answer(self, tokens: int) -> None:
         self._budget.spend_answer(tokens, self._clock())
 

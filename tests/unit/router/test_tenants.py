@@ -187,6 +187,25 @@ async def test_limits_answer_429_with_a_time_and_hold_for_one_tenant_only(files:
         assert r.counter("refused_requests_total", why="tenant_tokens") == 1
 
 
+async def test_a_prompt_that_found_every_engine_full_takes_no_tokens(files: Files) -> None:
+    small, free = files.add("small", tokens_per_minute=10), files.add("free")
+    full = {"max_inflight_per_engine": 1, "queue_requests": 0}
+    async with (
+        FakeEngine().serving() as engine,
+        running_router(engine.url, **files.settings, **full) as r,
+    ):
+        engine.completion = hang()
+        async with connected(r.port) as client:
+            client.post(PATH, PROMPT, free)
+            await engine.was_asked()
+            for _ in range(2):
+                assert (await request(r.port, PATH, PROMPT, small)).status == 429
+        assert r.counter("refused_requests_total", why="saturated") == 2
+        await r.settled()
+        engine.completion = FakeEngine().completion
+        assert (await request(r.port, PATH, PROMPT, small)).status == 200
+
+
 async def test_requests_at_once_are_limited_and_a_client_that_left_counts_no_more(
     files: Files,
 ) -> None:
