@@ -189,7 +189,7 @@ async def test_limits_answer_429_with_a_time_and_hold_for_one_tenant_only(files:
 
 async def test_a_prompt_that_found_every_engine_full_takes_no_tokens(files: Files) -> None:
     small, free = files.add("small", tokens_per_minute=10), files.add("free")
-    full = {"max_inflight_per_engine": 1, "queue_requests": 0}
+    full: dict[str, Any] = {"max_inflight_per_engine": 1, "queue_requests": 0}
     async with (
         FakeEngine().serving() as engine,
         running_router(engine.url, **files.settings, **full) as r,
