@@ -18,7 +18,7 @@ import msgspec
 from pydantic import ValidationError
 
 from client_sdk.operator_gate import OperatorGate, open_token
-from emberkv_proto.errors import InvalidRequestError, UnavailableError
+from emberkv_proto.errors import AccessDeniedError, InvalidRequestError, UnavailableError
 from emberkv_proto.types import EngineInfo, NodeId, Tier
 from global_index.config import IndexSection
 from global_index.dns_nodes import HostPort
@@ -190,12 +190,17 @@ class IndexerCalls:
         return self._known
 
     def _admit(self, request: HttpRequest) -> None:
-        """Only JSON, so that no web page can have a browser on this machine send it."""
+        """Only JSON and no web page's: a browser on this machine calls from loopback too.
+
+        A page whose name was made to mean this machine may send JSON, but says its origin.
+        """
         host = f"[{request.host}]" if ":" in request.host else request.host
         kind = "ipv6" if ":" in request.host else "ipv4"
         self._gate.check(f"{kind}:{host}:0", request.headers.get("authorization"))
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != JSON:
             raise InvalidRequestError(f"say Content-Type: {JSON}")
+        if "origin" in request.headers:
+            raise AccessDeniedError("orders are not taken from web pages")
 
 
 def workers(index: GlobalIndex) -> list[dict[str, Any]]:

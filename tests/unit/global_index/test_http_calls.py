@@ -238,5 +238,9 @@ async def test_only_this_machine_or_the_token_may_change_what_is_followed() -> N
         caller.host, caller.headers = "::1", {"content-type": "text/plain"}
         with pytest.raises(InvalidRequestError, match="application/json"):
             await caller.ask("POST", "/register", **daemon)
+        caller.headers = {**JSON, "origin": "http://page.example:9100"}
+        for path in ("/register", "/unregister"):
+            with pytest.raises(AccessDeniedError, match="web pages"):
+                await caller.ask("POST", path, **daemon)
         status, _ = await caller.ask("GET", "/workers")
         assert status == 200, "who only asks needs nothing"
