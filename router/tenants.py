@@ -122,11 +122,18 @@ class Tenants:
         return blake3.blake3(message, key=self._salt_key).hexdigest()
 
     def sealed(self, request: Request, body: dict[str, Any]) -> Request:
-        """Put the tenant's salt into `body` and into the bytes that go to the engine."""
-        had_own = "cache_salt" in body
+        """Put the tenant's salt into `body` and into the bytes that go to the engine.
+
+        A `priority` that the tenant may not ask for becomes 0 there: engines may go by it too.
+        """
+        is_changed = "cache_salt" in body
+        limits = self._ring.limits_of(request.tenant)
+        if limits.highest_priority != "high" and not _is_normal(body.get("priority", 0)):
+            body["priority"] = 0
+            is_changed = True
         salt = self.salt(request.tenant, body.get("cache_salt"))
         body["cache_salt"] = salt
-        return replace(request, body=with_salt(request.body, body, salt, had_own=had_own))
+        return replace(request, body=with_salt(request.body, body, salt, is_changed=is_changed))
 
     def refresh(self) -> None:
         """Read the file again where it changed; a wrong one leaves the keys as they are."""
@@ -161,13 +168,18 @@ class Tenants:
         return (status.st_ctime_ns, status.st_ino, status.st_size)
 
 
-def with_salt(raw: bytes, body: Mapping[str, Any], salt: str, *, had_own: bool) -> bytes:
+def _is_normal(priority: object) -> bool:
+    """Whether it asks for no more than the normal class. Engines read "-1" and -1.0 as numbers."""
+    return type(priority) is int and priority >= 0
+
+
+def with_salt(raw: bytes, body: Mapping[str, Any], salt: str, *, is_changed: bool) -> bytes:
     """The body's bytes with `salt` as their cache_salt.
 
-    Where none was there it is put in front, and all other bytes stay as they came. A body with one
-    (perhaps twice, or spelt with escapes) or in another encoding than UTF-8 is written anew.
+    It is put in front, and all other bytes stay as they came. A body that had a salt (perhaps
+    twice, or spelt with escapes), that `is_changed`, or that is no UTF-8 is written anew.
     """
-    if had_own or json.detect_encoding(raw) != "utf-8":
+    if is_changed or json.detect_encoding(raw) != "utf-8":
         return json.dumps({**body, "cache_salt": salt}).encode()
     at = raw.index(b"{") + 1
     comma = b"" if len(body) == 1 else b","  # the salt is in `body` already

@@ -245,6 +245,19 @@ async def test_models_and_classes_beyond_a_tenants_own_are_not_given(files: File
         assert not other.requests
 
 
+async def test_no_engine_is_told_a_priority_that_is_not_the_tenants(files: Files) -> None:
+    normal, high = files.add("normal", highest_priority="normal"), files.add("high")
+    async with FakeEngine().serving() as engine, running_router(engine.url, **files.settings) as r:
+        for asked, wanted in ((-5, 0), ("-5", 0), (-5.0, 0), (None, 0), (3, 3), (0, 0)):
+            await request(r.port, PATH, {**PROMPT, "priority": asked}, normal)
+            assert engine.requests[-1].json["priority"] == wanted
+            assert {**engine.requests[-1].json, **PROMPT} == engine.requests[-1].json
+        await request(r.port, PATH, PROMPT, normal)
+        assert "priority" not in engine.requests[-1].json
+        await request(r.port, PATH, {**PROMPT, "priority": -5}, high)
+        assert engine.requests[-1].json["priority"] == -5
+
+
 async def test_a_changed_file_counts_within_moments_and_stands_in_the_audit_log(
     files: Files, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -315,7 +328,7 @@ def test_a_salt_put_into_any_body_is_what_a_parser_reads(
 ) -> None:
     text = json.dumps(body, indent=2 if is_spaced else None, ensure_ascii=not is_spaced)
     raw = text.encode(encoding)
-    salted = with_salt(raw, {**body, "cache_salt": "s"}, "s", had_own="cache_salt" in body)
+    salted = with_salt(raw, {**body, "cache_salt": "s"}, "s", is_changed="cache_salt" in body)
     assert json.loads(salted) == {**body, "cache_salt": "s"}
     if "cache_salt" not in body and encoding == "utf-8":
         assert salted.endswith(raw[raw.index(b"{") + 1 :])
