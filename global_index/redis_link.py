@@ -13,7 +13,7 @@ import redis.asyncio
 from redis.asyncio.cluster import RedisCluster
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import OutOfMemoryError, RedisError
+from redis.exceptions import OutOfMemoryError, RedisClusterException, RedisError
 
 from client_sdk import aio
 from emberkv_proto.errors import UnavailableError
@@ -27,6 +27,8 @@ CALL_SECONDS = 5.0
 """A command of the writer; queries have their own, shorter deadline."""
 RETRY_FIRST_SECONDS = 0.1
 RETRY_MAX_SECONDS = 2.0
+FAILURES = (RedisError, RedisClusterException, OSError)
+"""The second is no RedisError: no node of a Cluster can be reached, or nobody has a slot."""
 LATE_QUERIES = 3
 """So many in a row without an answer in time, and Redis counts as away until it answers."""
 
@@ -83,7 +85,7 @@ class RedisLink:
                 try:
                     async with aio.timeout(CONNECT_SECONDS):
                         self._client = await self._connected()
-                except (RedisError, OSError, asyncio.TimeoutError, TimeoutError) as error:
+                except (*FAILURES, asyncio.TimeoutError, TimeoutError) as error:
                     if self.problem != _reason(error):
                         log.warning("Redis at %s is away: %s", self._section.redis_url, error)
                     self.problem = _reason(error)
@@ -117,7 +119,7 @@ class RedisLink:
         except OutOfMemoryError as error:
             self.counts.full += 1
             raise RedisFullError(f"Redis is full: {error}") from error
-        except (RedisError, OSError) as error:
+        except FAILURES as error:
             self.lost(client, _reason(error))
             raise RedisAwayError(f"Redis is away: {error}") from error
 
@@ -133,7 +135,7 @@ class RedisLink:
             if self._late_in_row >= LATE_QUERIES:
                 self.lost(client, f"{LATE_QUERIES} queries without an answer within {seconds} s")
             raise RedisAwayError(f"Redis did not answer within {seconds} s") from error
-        except (RedisError, OSError) as error:
+        except FAILURES as error:
             self.lost(client, _reason(error))
             raise RedisAwayError(f"Redis is away: {error}") from error
         self._late_in_row = 0
@@ -193,7 +195,7 @@ async def _close(client: Any) -> None:
     try:
         async with aio.timeout(CONNECT_SECONDS):
             await client.aclose()
-    except (RedisError, OSError, asyncio.TimeoutError, TimeoutError) as error:
+    except (*FAILURES, asyncio.TimeoutError, TimeoutError) as error:
         log.debug("closing a lost connection to Redis: %s", error)
 
 

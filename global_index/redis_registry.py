@@ -128,7 +128,9 @@ class RedisRegistry:
         """Say which nodes are alive, until the lease would expire."""
         words = np.array(numbers, ">u2").tobytes()
         key = self.alive_key(self.writer)
-        await self._link.call(lambda client: client.set(key, words, px=self._lease_ms))
+        await self._link.call(
+            lambda client: client.eval(redis_scripts.VOUCH, 1, key, words, self._lease_ms)
+        )
 
     async def read(self) -> Registry:
         """All records. O(nodes): only when the version says so, and for people."""

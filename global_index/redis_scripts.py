@@ -1,4 +1,7 @@
-"""Lua that Redis runs: what must happen as one step. Each script's keys share one slot."""
+"""Lua that Redis runs: what must happen as one step. Each script's keys share one slot.
+
+A full Redis refuses rows, but not who lives: what says that may go beyond its `maxmemory`.
+"""
 
 from __future__ import annotations
 
@@ -94,7 +97,7 @@ return 0
 # KEYS: writers, tokens, then leases held and leases wanted.
 # ARGV: writer, lease milliseconds, number of leases held, their tokens.
 # Answers how many writers there are; of each held lease 1 or 0; of each wanted one a token or ''.
-BEAT = """
+BEAT = """#!lua flags=allow-oom
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 local me, span, held = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
@@ -124,6 +127,12 @@ for i = held + 1, total do
   end
 end
 return answer
+"""
+
+# KEYS: voucher. ARGV: numbers, milliseconds.
+VOUCH = """#!lua flags=allow-oom
+redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
+return 0
 """
 
 # KEYS: writers, then leases. ARGV: writer or '' to stay one, then the leases' tokens.

@@ -113,6 +113,8 @@ class RedisWriter:
         self._wall = wall
         self._nodes: dict[NodeId, _Mirrored] = {}
         self._comparing: asyncio.Task[None] | None = None
+        self._compared: NodeId | None = None
+        """Whose rows `_comparing` compares, or compared last."""
         self._not_before = 0.0
         self._rows: RedisIndex | None = None
         self.counts = WriterCounts()
@@ -127,8 +129,8 @@ class RedisWriter:
         for gone in self._nodes.keys() - set(node_ids):
             self._drop(gone)
         if self._comparing is not None and self._comparing.done():
-            self._comparing.result()
-            self._comparing = None
+            ended, self._comparing = self._comparing, None
+            ended.result()
         for node_id in node_ids:
             await self._guarded(node_id, partial(self._advance, node_id))
 
@@ -170,6 +172,8 @@ class RedisWriter:
         rows = self._rows_of_link()
         number = await self._registry.register(node.address, node.token, node.node_id)
         self._drop(node.node_id)
+        if self._comparing is not None and self._compared == node.node_id:
+            await asyncio.wait([self._comparing])  # what it is about to write would stay
         await self._call(rows.claim, number, node.token)
         await self._call(rows.remove_holder, number, seconds=FORGET_SECONDS)
         await self._registry.forget(node.node_id, node.token)
@@ -199,6 +203,9 @@ class RedisWriter:
             self._not_before = self._clock() + FULL_SECONDS
             self._drop(node_id)
             log.warning("%s", error)
+        except Exception:
+            self._drop(node_id)  # what was taken from its queue may not be written
+            raise
 
     async def _advance(self, node_id: NodeId) -> None:
         rows = self._rows_of_link()
@@ -211,7 +218,7 @@ class RedisWriter:
                 return
             await self._write(rows, mirrored, node)
         elif self._comparing is None:
-            mirrored.is_comparing = True
+            mirrored.is_comparing, self._compared = True, node_id
             self._comparing = asyncio.create_task(
                 self._guarded(node_id, partial(self._compare, rows, mirrored, node_id))
             )
