@@ -120,7 +120,7 @@ class Placing:
                 parts.append(Part(before, own, fresh, ()))
                 members = (*members, run.hashes[number])
             else:
-                parts.append(Part(before, b"", fresh, members))
+                parts.append(Part(before, b"", fresh, tuple(dict.fromkeys(members))))
                 members = ()
         whole = [start.whole, *self._hashes(run, start, tokens, keys)]
         for number, part in enumerate(parts):

@@ -397,6 +397,8 @@ class EngineRows:
             return Start(whole)
         tail, keys, members = [part.tokens], part.keys, [parent]
         while part.before is not None:
+            if len(members) == self._block_tokens:
+                return None  # in a circle: nonsense
             members.append(part.before)
             part = self._parts.get(part.before)
             if part is None:

@@ -463,3 +463,25 @@ TestEngineHistory.settings = settings(max_examples=60, stateful_step_count=30, d
 def test_a_root_is_no_row(engine: EngineRows) -> None:
     assert engine.rows == 0
     assert chain_root(SPACE) not in block_hashes(SPACE, PROMPT, 4)
+
+
+def test_event_that_names_a_block_twice_costs_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows_module, "MAX_IDLE_BLOCKS", 1)
+    rows, table = EngineRows(FORM), Table()
+    table.take(rows.apply([stored([1, 1, 1, 2], [5, 6, 7, 8], size=1)]))
+    rows.check_integrity()
+    table.take(rows.apply([removed(2), removed(1, 1, 1), stored([3], [9], size=1), removed(3)]))
+    rows.check_integrity()
+    assert not table.keys
+
+
+def test_blocks_told_of_in_a_circle_have_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows_module, "MAX_IDLE_BLOCKS", 1)
+    rows, table = EngineRows(FORM), Table()
+    table.take(rows.apply([stored([1, 2], [5, 6], size=1)]))
+    table.take(rows.apply([removed(1), stored([9], [9], size=1), removed(9)]))  # 1 is forgotten
+    table.take(rows.apply([stored([2, 1], [6, 5], size=1)]))
+    table.take(rows.apply([stored([3], [7], parent=2, size=1)]))
+    rows.check_integrity()
+    assert rows.counts.orphans == 1
+    assert not table.keys
