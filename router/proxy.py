@@ -330,8 +330,8 @@ class Proxy:
         if head.status == 200:
             delivered = relay.delivered()
             self._count_hits(attempt.decision, delivered)
-            if attempt.visit is not None and delivered is not None:
-                attempt.visit.spend_answer(delivered.completion_tokens or 0)
+            if attempt.visit is not None:
+                attempt.visit.spend_answer(relay.answered_tokens())
             worked = work_until_first_byte(attempt.decision, delivered, relay.is_stream)
             if worked is not None:
                 watched.told(worked)

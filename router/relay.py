@@ -60,14 +60,19 @@ class Relay:
 
     def delivered(self) -> usage.Delivered | None:
         """What the engine said it had cached, once the body is complete."""
-        if not self._kept:
-            return None
+        raw = self._last_bytes()
+        return usage.from_stream_tail(raw) if self.is_stream else usage.from_json(raw)
+
+    def answered_tokens(self) -> int:
+        """How many tokens the engine said it generated, once the body is complete."""
+        return usage.answered_tokens(self._last_bytes(), is_stream=self.is_stream)
+
+    def _last_bytes(self) -> bytes:
+        """The tail of a stream, or a whole JSON body without its framing; empty if not kept."""
         raw = b"".join(self._kept)
-        if self.is_stream:
-            return usage.from_stream_tail(raw)
-        if type(self._body) is ChunkedBody:
-            raw = Dechunked().feed(raw)
-        return usage.from_json(raw)
+        if raw and not self.is_stream and type(self._body) is ChunkedBody:
+            return Dechunked().feed(raw)
+        return raw
 
     def end_broken(self, message: str) -> bool:
         """Tell the client of a stream that its engine died; False where that cannot be done.

@@ -23,25 +23,40 @@ class Delivered:
 
 def from_json(body: bytes) -> Delivered | None:
     """Read a whole JSON response; None when it says nothing about cached tokens."""
-    if b"cached_tokens" not in body or len(body) > MAX_PARSED_BYTES:
+    return _from_usage(_usage_in(body, b"cached_tokens"))
+
+
+def from_stream_tail(tail: bytes) -> Delivered | None:
+    """Read the last event of a stream that carries a usage; chunk framing around it is no harm."""
+    return from_json(_last_event(tail, b"cached_tokens"))
+
+
+def answered_tokens(body: bytes, *, is_stream: bool) -> int:
+    """Generated tokens, by a whole JSON response or a stream's tail; 0 where it does not tell.
+
+    Other than hits they are told by any engine.
+    """
+    word = b"completion_tokens"
+    usage = _usage_in(_last_event(body, word) if is_stream else body, word)
+    count = usage.get("completion_tokens") if isinstance(usage, dict) else None
+    return count if _is_count(count) else 0
+
+
+def _last_event(tail: bytes, word: bytes) -> bytes:
+    """The data of the last event with this word; empty without one."""
+    at = tail.rfind(word)
+    start, end = tail.rfind(b"data:", 0, max(0, at)), tail.find(b"\n", max(0, at))
+    return tail[start + len(b"data:") : end] if min(at, start, end) >= 0 else b""
+
+
+def _usage_in(body: bytes, word: bytes) -> Any:
+    if word not in body or len(body) > MAX_PARSED_BYTES:
         return None
     try:
         parsed = json.loads(body)
     except (ValueError, RecursionError):
         return None
-    return _from_usage(parsed.get("usage")) if isinstance(parsed, dict) else None
-
-
-def from_stream_tail(tail: bytes) -> Delivered | None:
-    """Read the last event of a stream that carries a usage; chunk framing around it is no harm."""
-    at = tail.rfind(b"cached_tokens")
-    if at < 0:
-        return None
-    start = tail.rfind(b"data:", 0, at)
-    end = tail.find(b"\n", at)
-    if start < 0 or end < 0:
-        return None
-    return from_json(tail[start + len(b"data:") : end])
+    return parsed.get("usage") if isinstance(parsed, dict) else None
 
 
 def _from_usage(usage: Any) -> Delivered | None:

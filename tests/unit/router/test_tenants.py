@@ -20,7 +20,7 @@ from emberkv_proto.types import EngineInfo, NamespaceId, NodeId
 from router.config import RouterSection
 from router.keys import TenantLimits, edit_keys, make_key
 from router.tenants import Tenants, with_salt
-from tests.helpers.fake_engine import FakeEngine, hang
+from tests.helpers.fake_engine import FakeEngine, answer, hang, stream
 from tests.helpers.router_client import (
     Got,
     HandIndex,
@@ -185,6 +185,19 @@ async def test_limits_answer_429_with_a_time_and_hold_for_one_tenant_only(files:
         assert explained.status == 429
         assert r.counter("refused_requests_total", why="tenant_requests") == 2
         assert r.counter("refused_requests_total", why="tenant_tokens") == 1
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_answers_count_whose_engine_tells_nothing_of_its_cache(
+    files: Files, is_stream: bool
+) -> None:
+    small = files.add("small", tokens_per_minute=100)
+    told = {"usage": {"prompt_tokens": 8, "completion_tokens": 500, "prompt_tokens_details": None}}
+    event = b"data: " + json.dumps(told).encode() + b"\n\n"
+    async with FakeEngine().serving() as engine, running_router(engine.url, **files.settings) as r:
+        engine.completion = stream([event, b"data: [DONE]\n\n"]) if is_stream else answer(told)
+        assert (await request(r.port, PATH, PROMPT, small)).status == 200
+        assert (await request(r.port, PATH, PROMPT, small)).status == 429
 
 
 async def test_a_prompt_that_found_every_engine_full_takes_no_tokens(files: Files) -> None:
