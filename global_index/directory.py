@@ -149,7 +149,11 @@ class NodeDirectory:
         """Follow an address; a node that was removed by order stays out until `readmit`."""
         self._sources.setdefault(address, _Source())
 
-    def remove_source(self, address: str) -> None:
+    def remove_source(self, address: str, now: float) -> None:
+        """Follow an address no longer. What it was sending of a snapshot is given up."""
+        source = self._sources.get(address)
+        if source and source.is_fetching:
+            self.on_snapshot_ended(address, now)
         self._sources.pop(address, None)
 
     def position(self, address: str) -> Position:
@@ -184,7 +188,10 @@ class NodeDirectory:
             node.report = report
             node.delay_seconds = max(0.0, wall - report.sent_unix_seconds)
         own = {tier: self._digest(node, tier) for tier in AUDITED_TIERS}
-        return self._carry_out(node, node.ingest.on_report(report, own, now))
+        actions = node.ingest.on_report(report, own, now)
+        if node.visible and node.ingest.agrees:
+            node.visible.dropped = 0  # what was refused is there by now, or gone from the node
+        return self._carry_out(node, actions)
 
     def on_bucket_rows(self, address: str, rows: BucketRows, now: float) -> StreamStep:
         node = self._hear(address, rows.node_id, rows.incarnation, now)

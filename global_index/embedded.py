@@ -204,7 +204,7 @@ class GlobalIndex:
 
     async def unfollow(self, address: str) -> None:
         """As `unsubscribe`, in this process alone."""
-        self._directory.remove_source(address)
+        self._directory.remove_source(address, self._clock())
         await self._end_streams((address,))
 
     async def remove_node(self, node_id: NodeId) -> None:

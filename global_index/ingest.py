@@ -135,6 +135,8 @@ class Ingest:
         """Since the last audit that agreed: the next mismatch takes a snapshot."""
         self._waiting = False
         """A Resume was asked for; what the old stream still brings asks no second time."""
+        self.agrees = False
+        """The last report's digests were those of the visible rows."""
 
     @property
     def incarnation(self) -> Incarnation:
@@ -225,6 +227,7 @@ class Ingest:
         self, report: NodeReport, own: Mapping[Tier, TierDigest], now: float
     ) -> list[Action]:
         """Compare the node's digests with `own` (of the visible generation) where both stand."""
+        self.agrees = False
         if not self._admit(report.incarnation, report.seq):
             return []
         actions = self._drop_dead_hidden()
@@ -428,7 +431,7 @@ class Ingest:
         ours = {tier: (digest.blocks, digest.xor) for tier, digest in own.items()}
         if all(theirs.get(tier, (0, 0)) == ours.get(tier, (0, 0)) for tier in AUDITED_TIERS):
             self._needs_snapshot = self._tried_buckets = False
-            self._buckets = None
+            self._buckets, self.agrees = None, True
             self._repair_delay = self._not_before = 0.0
         elif not (self._needs_snapshot or self._buckets):
             self.counts.digest_mismatches += 1

@@ -127,7 +127,7 @@ def test_churn_of_a_thousand_nodes_returns_to_the_baseline(
     for number in range(1000):
         directory.add_source(f"c:{number}")
         feed(directory, f"c:{number}", daemon(f"n{number}", range(1, 6)), now=float(number))
-        directory.remove_source(f"c:{number}")
+        directory.remove_source(f"c:{number}", float(number))
         directory.tick(float(number))
         directory.sweep()
     directory.tick(2000.0)
@@ -193,6 +193,36 @@ def test_full_index_marks_the_node_degraded_and_counts_what_it_refused() -> None
     (view,) = directory.nodes(0.0)
     assert (view.dropped, view.exactness) == (76, Exactness.DEGRADED)
     directory.check_integrity()
+
+
+def test_node_whose_refused_rows_are_gone_is_exact_again() -> None:
+    directory = NodeDirectory(MemoryIndex(1024), Membership(3.0, 30.0))
+    directory.add_source("a:1")
+    model = ModelDaemon("a")
+    model.store(Tier.DRAM, range(1, 1101))
+    model.remove(Tier.DRAM, range(1025, 1101))
+    directory.on_batch("a:1", model.batch(1, 2), 0.0, 0.0)
+    directory.on_report("a:1", model.report(), 0.0, 0.0)
+    assert directory.nodes(0.0)[0].exactness is Exactness.EXACT
+    model.store(Tier.DRAM, range(2000, 2001))
+    directory.on_batch("a:1", model.batch(3, 3), 1.0, 1.0)
+    directory.on_report("a:1", model.report(), 1.0, 1.0)
+    assert directory.nodes(1.0)[0].exactness is Exactness.DEGRADED
+    directory.check_integrity()
+
+
+def test_source_removed_while_it_sends_a_snapshot_takes_the_snapshot_along(
+    directory: NodeDirectory,
+) -> None:
+    model = daemon("a", range(1, 101))
+    feed(directory, "a:1", model)
+    feed(directory, "b:1", model)
+    directory.on_snapshot_started("a:1")
+    directory.on_page("a:1", model.pages()[0], 1.0)
+    directory.remove_source("a:1", 1.0)
+    directory.on_snapshot_ended("a:1", 1.0)
+    directory.on_report("b:1", model.report(), 2.0, 2.0)
+    assert directory.nodes(2.0)[0].exactness is Exactness.EXACT
 
 
 @pytest.mark.parametrize("name", ["", "x" * 300])
