@@ -7,6 +7,7 @@ import ipaddress
 import logging
 import os
 import stat
+from collections.abc import Iterable
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -16,6 +17,8 @@ log = logging.getLogger(__name__)
 MIN_TOKEN_BYTES = 16
 MAX_TOKEN_BYTES = 1024
 SCHEME = "bearer"
+FORWARDING_HEADERS = frozenset({"forwarded", "via", "x-forwarded-for", "x-real-ip"})
+"""What a proxy adds when it speaks for somebody else."""
 
 
 class OperatorGate:
@@ -56,6 +59,15 @@ class OperatorGate:
             raise UnauthenticatedError(
                 f"the token is not this server's; send the one of its {self._setting}"
             )
+
+
+def speaker(peer: str, header_names: Iterable[str]) -> str:
+    """Whom a call is from, for `OperatorGate.check`: `peer`, or nobody known behind a proxy.
+
+    A proxy beside the server comes from loopback, whoever called it.
+    """
+    is_forwarded = any(name.lower() in FORWARDING_HEADERS for name in header_names)
+    return "" if is_forwarded else peer
 
 
 def is_loopback(peer: str) -> bool:

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 from pydantic import ValidationError
 
-from client_sdk.operator_gate import OperatorGate, open_token
+from client_sdk.operator_gate import OperatorGate, open_token, speaker
 from emberkv_proto.errors import AccessDeniedError, InvalidRequestError, UnavailableError
 from emberkv_proto.types import EngineInfo, NodeId, Tier
 from global_index.config import IndexSection
@@ -196,7 +196,8 @@ class IndexerCalls:
         """
         host = f"[{request.host}]" if ":" in request.host else request.host
         kind = "ipv6" if ":" in request.host else "ipv4"
-        self._gate.check(f"{kind}:{host}:0", request.headers.get("authorization"))
+        peer = speaker(f"{kind}:{host}:0", request.headers)
+        self._gate.check(peer, request.headers.get("authorization"))
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != JSON:
             raise InvalidRequestError(f"say Content-Type: {JSON}")
         if "origin" in request.headers:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from typing import get_args
 
-from client_sdk.operator_gate import OperatorGate
+from client_sdk.operator_gate import OperatorGate, speaker
 from emberkv_proto.errors import AccessDeniedError, UnauthenticatedError
 from router.config import PolicyName
 from router.decision import Chooser
@@ -58,7 +58,8 @@ class Admin:
         """
         problem: Response
         try:
-            self._gate.check(client.peer, request.header(b"authorization"))
+            names = (name.decode("latin-1") for name, _ in request.headers)
+            self._gate.check(speaker(client.peer, names), request.header(b"authorization"))
         except AccessDeniedError as error:
             problem = error_response(403, str(error))
         except UnauthenticatedError as error:

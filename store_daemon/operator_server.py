@@ -9,7 +9,7 @@ import grpc
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
-from client_sdk.operator_gate import OperatorGate
+from client_sdk.operator_gate import OperatorGate, speaker
 from emberkv_proto import __version__
 from emberkv_proto.errors import InvalidRequestError, UnavailableError
 from emberkv_proto.v1 import store_pb2
@@ -51,7 +51,8 @@ class OperatorService:
         async def answer(request: Message, context: Context) -> Message:
             async with errors_answered(context):
                 metadata = dict(context.invocation_metadata() or ())
-                self._gate.check(context.peer(), metadata.get("authorization"))
+                peer = speaker(context.peer(), metadata)
+                self._gate.check(peer, metadata.get("authorization"))
                 if self._calls is not None and name not in self._calls:
                     raise InvalidRequestError(f"this daemon does not know the call {name}")
                 if self._calls is not None:

@@ -242,5 +242,8 @@ async def test_only_this_machine_or_the_token_may_change_what_is_followed() -> N
         for path in ("/register", "/unregister"):
             with pytest.raises(AccessDeniedError, match="web pages"):
                 await caller.ask("POST", path, **daemon)
+        caller.headers = {**JSON, "x-forwarded-for": "10.0.0.9"}
+        with pytest.raises(UnauthenticatedError):
+            await caller.ask("POST", "/unregister", instance_id="x")
         status, _ = await caller.ask("GET", "/workers")
         assert status == 200, "who only asks needs nothing"

@@ -54,6 +54,14 @@ async def test_a_web_page_gives_no_orders(caplog: pytest.LogCaptureFixture) -> N
         assert any("refused" in r.getMessage() for r in caplog.records)
 
 
+async def test_a_proxy_on_this_machine_gives_no_orders_without_the_token() -> None:
+    async with FakeEngine().serving() as engine, running_router(engine.url) as router:
+        passed_on = {"X-Forwarded-For": "10.0.0.9"}
+        got = await request(router.port, PATH, {"policy": "max_hit"}, passed_on)
+        assert got.status == 403
+        assert (await request(router.port, PATH)).json["policy"] == "cost"
+
+
 async def test_other_machines_need_the_token(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from client_sdk.operator_gate import OperatorGate, is_loopback, read_token
+from client_sdk.operator_gate import OperatorGate, is_loopback, read_token, speaker
 from emberkv_proto.errors import AccessDeniedError, ConfigError, UnauthenticatedError
 
 TOKEN = b"0123456789abcdef"
@@ -53,6 +53,15 @@ def test_everybody_else_does(peer: str) -> None:
         gate.check(peer, None)
     gate.check(peer, f"Bearer {TOKEN.decode()}")
     gate.check(peer, b"bearer  " + TOKEN + b" ")
+
+
+@pytest.mark.parametrize("name", ["X-Forwarded-For", "forwarded", "Via", "x-real-ip"])
+def test_a_proxy_beside_the_server_speaks_for_others(name: str) -> None:
+    local = "ipv4:127.0.0.1:4711"
+    assert speaker(local, ["host", "authorization"]) == local
+    with pytest.raises(AccessDeniedError):
+        OperatorGate().check(speaker(local, ["host", name]), None)
+    OperatorGate(TOKEN).check(speaker(local, [name]), f"Bearer {TOKEN.decode()}")
 
 
 @pytest.mark.parametrize("sent", ["", "Bearer", "Bearer ", "Basic 0123456789abcdef", "\xff"])
