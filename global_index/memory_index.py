@@ -369,6 +369,8 @@ def warm_kernels() -> None:
     index.holdings(IndexKey(1))
     index.rows(Holder(2), Tier.DRAM)
     index.bucket_keys(Holder(2), Tier.DRAM, 0)
+    for holder in range(6):
+        index.remove_holder(Holder(holder))  # which gives the memory back
 
 
 def _write_links(links: BaseLinks, bases: Iterable[Holder], table: I64) -> None:

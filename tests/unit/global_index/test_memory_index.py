@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +17,7 @@ import pytest
 import global_index
 from emberkv_proto.events import BlocksStored, EventBatch
 from emberkv_proto.types import Incarnation, NodeId, Seq, Tier
+from global_index import kernels, memory_index
 from global_index.dict_index import DictIndex
 from global_index.directory import MAX_NODES, NodeDirectory
 from global_index.index import MAX_HOLDERS, BlockIndex, Holder
@@ -38,6 +42,25 @@ print(index.query(keys)[0].hit_blocks)
 
 def random_keys(rng: np.random.Generator, count: int) -> np.ndarray:
     return rng.integers(1, 1 << 63, count, dtype=np.uint64)
+
+
+def test_warming_calls_every_kernel_that_a_query_or_an_event_may_wait_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    text = Path(memory_index.__file__).read_text(encoding="utf-8")
+    missed = {name: getattr(kernels, name) for name in re.findall(r"kernels\.(\w+)\(", text)}
+
+    def noting(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            missed.pop(name, None)
+            return kernel(*arguments)
+
+        return call
+
+    for name, kernel in [*missed.items()]:
+        monkeypatch.setattr(kernels, name, noting(name, kernel))
+    memory_index.warm_kernels()
+    assert not missed
 
 
 def test_a_thousand_nodes_that_come_and_go_leave_the_memory_as_it_was() -> None:
