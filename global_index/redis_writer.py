@@ -289,8 +289,9 @@ class RedisWriter:
             changes = []
             for tier in Tier:
                 ours = own[tier][tag]
-                changes.append(Change(tier, np.setdiff1d(theirs[tier], ours), stores=False))
-                changes.append(Change(tier, np.setdiff1d(ours, theirs[tier]), stores=True))
+                gone = np.setdiff1d(theirs[tier], ours, assume_unique=True)
+                new = np.setdiff1d(ours, theirs[tier], assume_unique=True)
+                changes += [Change(tier, gone, stores=False), Change(tier, new, stores=True)]
             self.counts.repaired += await self._apply(rows, mirrored.number, changes)
             if grows:
                 ours_of_tag = {tier: own[tier][tag] for tier in Tier}
@@ -361,5 +362,6 @@ class RedisWriter:
 
 
 def _by_tag(keys: Keys) -> list[Keys]:
-    tags = tags_of(keys)
-    return [keys[tags == tag] for tag in range(len(TAGS))]
+    tags = tags_of(keys).astype(np.uint8)
+    cuts = np.cumsum(np.bincount(tags, minlength=len(TAGS)))[:-1]
+    return np.split(keys[np.argsort(tags, kind="stable")], cuts)
