@@ -378,13 +378,16 @@ class GlobalIndex:
             self._is_seeded.set()
 
     async def _tick_for_ever(self) -> None:
+        loop = asyncio.get_running_loop()
+        seconds = min(0.25, self._section.suspect_seconds / 4)
         while True:
             self._directory.tick(self._clock())
             self._follow_engines()
             self.watch.notice()
-            while self._directory.sweep():  # noqa: ASYNC110
+            due = loop.time() + seconds
+            while self._directory.sweep() and loop.time() < due:  # noqa: ASYNC110
                 await asyncio.sleep(0)
-            await asyncio.sleep(min(0.25, self._section.suspect_seconds / 4))
+            await asyncio.sleep(due - loop.time())
 
     def _follow_engines(self) -> None:
         announced = [

@@ -18,6 +18,7 @@ from emberkv_proto.types import EngineInfo, NamespaceId, NodeHit, NodeId, Tier
 from emberkv_proto.v1 import index_pb2, index_pb2_grpc
 from global_index.app import serve
 from global_index.config import IndexSection, IndexSettings
+from global_index.directory import NodeDirectory
 from global_index.embedded import GlobalIndex
 from global_index.ingest import Exactness
 from global_index.membership import Liveness
@@ -159,6 +160,17 @@ async def test_daemon_that_hangs_is_suspect_and_comes_back(server: ModelServer) 
         assert view(index).liveness is Liveness.SUSPECT  # type: ignore[union-attr]
         server.is_mute = False
         await until(lambda: is_exact(index, server))
+
+
+async def test_rows_that_take_long_to_go_do_not_keep_silence_from_being_noticed(
+    server: ModelServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with following(server) as index:
+        await until(lambda: is_exact(index, server))
+        with monkeypatch.context() as endless:
+            endless.setattr(NodeDirectory, "sweep", lambda _: True)
+            server.is_mute = True
+            await until(lambda: index.query(CHAIN) == [], 5.0)
 
 
 async def test_two_daemons_under_load_and_a_removed_node(server: ModelServer) -> None:
