@@ -29,6 +29,7 @@ _TEXTS = {
     "lease_won": "Leases on daemons taken.",
     "lease_lost": "Leases that ran out or were taken.",
     "lease_passed_on": "Leases left to newcomers.",
+    "tidy_forgotten": "Nodes taken out of Redis because nobody followed them any more.",
 }
 
 
@@ -48,6 +49,7 @@ def redis_metrics(shared: SharedIndex) -> Iterable[Metric]:
         "reader": shared.reader.counts,
         "writer": shared.writer.counts,
         "lease": shared.counts,
+        "tidy": shared.tidied,
     }
     for part, of_part in counts.items():
         for name, value in asdict(of_part).items():

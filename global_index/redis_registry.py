@@ -41,6 +41,15 @@ class Beat:
     won: Mapping[str, Token]
 
 
+@dataclass(frozen=True, slots=True)
+class LeftNode:
+    """A node that nobody describes any more, and the token of who did last."""
+
+    node_id: NodeId
+    number: Holder
+    token: Token
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Registry:
     """The records as of one version."""
@@ -123,6 +132,24 @@ class RedisRegistry:
             lambda client: client.eval(redis_scripts.FORGET, len(keys), *keys, token, node_id)
         )
         _check(answer, node_id)
+
+    async def left(self, before: float) -> list[LeftNode]:
+        """Nodes whose records were last written before this time (Unix seconds). O(nodes)."""
+        records_key, owners_key = self._keys("records", "owners")
+
+        async def ask(client: object) -> list[Mapping[bytes, bytes]]:
+            async with client.pipeline(transaction=False) as pipe:  # type: ignore[attr-defined]
+                pipe.hgetall(records_key)
+                pipe.hgetall(owners_key)
+                return list(await pipe.execute())
+
+        raw, owners = await self._link.call(ask)
+        return [
+            LeftNode(node_id, record.number, Token(int(owner)))
+            for node_id, record in parse_registry(b"", raw).records.items()
+            if record.written_unix_seconds < before
+            and (owner := owners.get(node_id.encode(), b"")).isdigit()
+        ]
 
     async def vouch(self, numbers: Sequence[Holder]) -> None:
         """Say which nodes are alive, until the lease would expire."""

@@ -35,6 +35,8 @@ class RedisKeys(Section):
     """Changes that may wait to be written; beyond it a node's rows are compared instead."""
     redis_audit_seconds: Seconds = 300.0
     """How often each node's rows in Redis are counted against this process's."""
+    redis_forget_seconds: Annotated[float, Field(ge=1)] = 3600.0
+    """A node that no process has followed for so long is taken out of Redis; its number is free."""
     redis_away: Literal["follow_all", "follow_own"] = "follow_all"
     """While Redis is away for longer than a lease: follow every daemon, or only one's own."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -23,8 +24,8 @@ from emberkv_proto.events import Keys
 from emberkv_proto.types import ChainHits, EngineInfo, NodeId
 from global_index.index import Holder
 from global_index.membership import Liveness
-from global_index.redis_index import Token
-from global_index.redis_link import RedisAwayError, RedisLink
+from global_index.redis_index import FencedError, Token
+from global_index.redis_link import RedisAwayError, RedisFullError, RedisLink
 from global_index.redis_mirror import MirroredIndex
 from global_index.redis_reader import RedisReader
 from global_index.redis_registry import RedisRegistry
@@ -37,6 +38,8 @@ log = logging.getLogger(__name__)
 
 FLUSH_SECONDS = 0.02
 REFRESH_SECONDS = 1.0
+TIDY_SHARE = 0.25
+"""Of `redis_forget_seconds`: how often it is looked for nodes that nobody follows any more."""
 CANCEL_SECONDS = 0.5
 GIVE_UP_AT_ONCE = 8
 """Leases over one's share that are passed on at one heartbeat."""
@@ -68,6 +71,14 @@ class ShareCounts:
     passed_on: int = 0
 
 
+@dataclass(slots=True)
+class TidyCounts:
+    """Never goes down."""
+
+    forgotten: int = 0
+    """Nodes taken out of Redis because nobody followed them any more."""
+
+
 @dataclass(frozen=True, slots=True)
 class ShareState:
     """How the process stands to Redis, for people and metrics."""
@@ -93,11 +104,13 @@ class SharedIndex:
         *,
         name: str,
         clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
     ) -> None:
         self._section = section
         self._index = index
         self._following = following
         self._clock = clock
+        self._wall = wall
         schema = RedisSchema(section.redis_prefix)
         self.link = RedisLink(section)
         writer = f"{name}-{secrets.token_hex(4)}"
@@ -117,6 +130,7 @@ class SharedIndex:
         self._tasks: list[asyncio.Future[None]] = []
         self._connecting: asyncio.Future[None] | None = None
         self.counts = ShareCounts()
+        self.tidied = TidyCounts()
 
     def start(self, supervise: Supervise) -> None:
         """Begin; `supervise` runs what must go on for ever and starts it again after a fault."""
@@ -126,6 +140,7 @@ class SharedIndex:
             asyncio.ensure_future(supervise("redis leases", self._beat_for_ever)),
             asyncio.ensure_future(supervise("redis writer", self._write_for_ever)),
             asyncio.ensure_future(supervise("redis reader", self._refresh_for_ever)),
+            asyncio.ensure_future(supervise("redis tidying", self._tidy_for_ever)),
         ]
 
     async def stop(self) -> None:
@@ -333,6 +348,27 @@ class SharedIndex:
             with suppress(asyncio.TimeoutError, TimeoutError):
                 async with aio.timeout(seconds):  # wait_for may swallow a cancellation
                     await self.reader.has_news.wait()
+
+    async def _tidy_for_ever(self) -> None:
+        while True:
+            share = TIDY_SHARE * random.uniform(0.5, 1.5)  # noqa: S311
+            await asyncio.sleep(self._section.redis_forget_seconds * share)
+            with suppress(RedisAwayError, RedisFullError):  # the link counts both
+                await self._tidy()
+
+    async def _tidy(self) -> None:
+        """Take out nodes that no process has followed for long, or their numbers would run out."""
+        allowed = self._section.redis_forget_seconds
+        for left in await self._registry.left(self._wall() - allowed):
+            if left.node_id in self._own:
+                continue
+            try:
+                await self.writer.forget_left(left)
+            except FencedError as error:
+                log.info("%s: it is not forgotten", error)
+            else:
+                self.tidied.forgotten += 1
+                log.info("node %s is forgotten: nobody followed it for %s s", left.node_id, allowed)
 
 
 async def _end(tasks: Sequence[asyncio.Future[None]]) -> None:

@@ -26,7 +26,7 @@ from global_index.redis_index import Change, FencedError, RedisIndex, RowsLostEr
 from global_index.redis_link import CALL_SECONDS, RedisAwayError, RedisFullError, RedisLink
 from global_index.redis_mirror import MirroredIndex
 from global_index.redis_record import NodeRecord, fixed_part
-from global_index.redis_registry import RedisRegistry
+from global_index.redis_registry import LeftNode, RedisRegistry
 from global_index.redis_schema import TAGS, RedisSchema, tags_of
 from global_index.views import NodeView
 
@@ -174,10 +174,24 @@ class RedisWriter:
         self._drop(node.node_id)
         if self._comparing is not None and self._compared == node.node_id:
             await asyncio.wait([self._comparing])  # what it is about to write would stay
-        await self._call(rows.claim, number, node.token)
-        await self._call(rows.remove_holder, number, seconds=FORGET_SECONDS)
-        await self._registry.forget(node.node_id, node.token)
-        await self._call(rows.release, number)
+        await self._take_out(rows, LeftNode(node.node_id, number, node.token))
+
+    async def forget_left(self, left: LeftNode) -> None:
+        """Take out a node that nobody follows any more, under the token of its last writer.
+
+        Whoever follows it again meanwhile has a newer token, and this ends.
+
+        Raises:
+            FencedError: a newer writer has the node, or another process was faster.
+            UnavailableError: Redis is away.
+        """
+        await self._take_out(RedisIndex(self._link.client, self._schema), left)
+
+    async def _take_out(self, rows: RedisIndex, left: LeftNode) -> None:
+        await self._call(rows.claim, left.number, left.token)
+        await self._call(rows.remove_holder, left.number, seconds=FORGET_SECONDS)
+        await self._registry.forget(left.node_id, left.token)
+        await self._call(rows.release, left.number)
 
     def check_integrity(self) -> None:
         self._index.check_integrity()

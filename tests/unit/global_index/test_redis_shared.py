@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -27,7 +28,7 @@ from global_index.index import Holder
 from global_index.ingest import Exactness
 from global_index.membership import Liveness
 from global_index.metrics import IndexMetrics
-from global_index.redis_index import RedisIndex, Token
+from global_index.redis_index import FencedError, RedisIndex, Token
 from global_index.redis_registry import parse_registry
 from global_index.redis_schema import TAGS, RedisSchema, keys_of
 from global_index.service import start_server
@@ -369,6 +370,50 @@ async def test_removed_node_leaves_nothing_in_redis_but_its_resting_number(
             assert values == [None] * 10
         with pytest.raises(UnavailableError):
             await index.remove_node(NodeId("n1"))
+
+
+async def test_nodes_that_nobody_follows_any_more_leave_redis_and_may_come_back(
+    server: RedisServer,
+) -> None:
+    schema = RedisSchema()
+    async with daemons(2) as nodes, server.client() as client:
+        async with sharing(server, nodes):
+            await until(lambda: redis_equals(server, nodes))
+            number = Holder(int(await client.hget(schema.registry("numbers"), "n1")))
+        async with sharing(server, nodes[:1], redis_forget_seconds=1.0) as index:
+            assert index.shared is not None
+            await until(lambda: asyncio.sleep(0, index.shared.tidied.forgotten == 1))
+            for name in ("numbers", "owners", "records"):
+                assert await client.hkeys(schema.registry(name)) == [b"n0"]
+            assert await client.zrange(schema.registry("resting"), 0, -1) == [b"%d" % number]
+            for tier in Tier:
+                assert (await digest_in_redis(client, number, tier)).blocks == 0
+            assert await RedisIndex(client, schema).values(as_keys(range(121, 131))) == [None] * 10
+            await until(lambda: redis_equals(server, nodes[:1]))
+            assert await answers(index, nodes[:1])
+        async with sharing(server, nodes) as index:
+            await until(lambda: redis_equals(server, nodes))
+            await until(lambda: answers(index, nodes))
+
+
+async def test_node_that_is_followed_again_is_not_forgotten(server: RedisServer) -> None:
+    async with daemons(2) as nodes:
+        async with sharing(server, nodes) as first:
+            await until(lambda: redis_equals(server, nodes))
+            assert first.shared is not None
+            left = await first.shared._registry.left(math.inf)
+            assert {one.node_id for one in left} == {"n0", "n1"}
+        async with sharing(server, nodes, redis_forget_seconds=2.0) as second:
+            assert second.shared is not None
+            shared = second.shared
+            await until(lambda: asyncio.sleep(0, shared.state().exact_nodes == 2))
+            for one in left:
+                with pytest.raises(FencedError):
+                    await shared.writer.forget_left(one)
+            await shared._tidy()
+            await until(lambda: redis_equals(server, nodes))
+            assert shared.tidied.forgotten == 0
+            await until(lambda: answers(second, nodes))
 
 
 async def test_overflowing_queue_costs_a_comparison_and_no_rows(server: RedisServer) -> None:
