@@ -360,7 +360,8 @@ class SharedIndex:
         """Take out nodes that no process has followed for long, or their numbers would run out."""
         allowed = self._section.redis_forget_seconds
         for left in await self._registry.left(self._wall() - allowed):
-            if left.node_id in self._own:
+            # A clock that is wrong by hours must not take out what is followed.
+            if left.node_id in self._own or self.reader.is_alive(left.node_id):
                 continue
             try:
                 await self.writer.forget_left(left)

@@ -416,6 +416,26 @@ async def test_node_that_is_followed_again_is_not_forgotten(server: RedisServer)
             await until(lambda: answers(second, nodes))
 
 
+async def test_a_clock_that_is_days_ahead_forgets_no_node_that_is_followed(
+    server: RedisServer,
+) -> None:
+    async with (
+        daemons(2) as nodes,
+        sharing(server, nodes, "a") as first,
+        sharing(server, nodes, "b") as second,
+    ):
+        for index in (first, second):
+            assert index.shared is not None
+            await until(lambda index=index: asyncio.sleep(0, len(index.followed()) == 1))
+        await until(lambda: redis_equals(server, nodes))
+        await all_answer([first, second], nodes)
+        assert first.shared is not None
+        first.shared._wall = lambda: 4e9
+        await first.shared._tidy()
+        assert first.shared.tidied.forgotten == 0
+        assert await redis_equals(server, nodes)
+
+
 async def test_overflowing_queue_costs_a_comparison_and_no_rows(server: RedisServer) -> None:
     async with (
         daemons(1) as nodes,
