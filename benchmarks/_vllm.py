@@ -59,7 +59,7 @@ def transfer_config(socket_path: Path, **extra: Any) -> dict[str, Any]:
 def make_model(directory: Path) -> None:
     """Write the tiny model to `directory`, and adapter_a and adapter_b beside it."""
     subprocess.run(
-        [python(), HERE / "_vllm_model.py", directory],
+        [python(), "-m", "client_sdk.engine.tiny_llama", directory],
         check=True,
         timeout=START_SECONDS,
         env=environment(),

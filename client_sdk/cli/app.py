@@ -129,12 +129,18 @@ def demo(
     base_dir: Annotated[
         Path | None, typer.Option("--base-dir", help="Where to make the run's directory.")
     ] = None,
+    vllm: Annotated[
+        Path | None,
+        typer.Option("--vllm", help="Run vLLM servers, with this Python of vLLM's environment."),
+    ] = None,
 ) -> None:
     """Kill engines and daemons under load and show that the cache survives, answer for answer."""
     _require(CLUSTER_NEEDS)
     from client_sdk.cli.demo import DemoOptions, run_demo
 
-    raise typer.Exit(run_demo(Console(), DemoOptions(json_file, quick, keep, trace, base_dir)))
+    raise typer.Exit(
+        run_demo(Console(), DemoOptions(json_file, quick, keep, trace, base_dir, vllm))
+    )
 
 
 @app.command()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,11 +20,21 @@ from client_sdk.cli.demo_settings import (
     FULL,
     QUICK,
     REFERENCE,
+    TORCH_ENGINE,
+    DemoEngine,
     DemoPrompt,
     DemoSize,
-    demo_settings,
     read_prompts,
+    store_settings,
+    torch_engine_settings,
     with_reference,
+)
+from client_sdk.cli.demo_vllm import (
+    VLLM_ENGINE,
+    VLLM_SIZE,
+    require_vllm,
+    with_vllm,
+    write_tiny_model,
 )
 from client_sdk.cli.report import DemoReport, print_report, write_json
 from client_sdk.cli.trace import default_trace_path
@@ -39,6 +50,8 @@ class DemoOptions:
     keep: bool = False
     trace: Path | None = None
     base_dir: Path | None = None
+    vllm: Path | None = None
+    """The Python of an environment with vLLM: its servers instead of the reference engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +59,7 @@ class Setting:
     """What one run is made of."""
 
     plan: ClusterPlan
+    engine: DemoEngine
     size: DemoSize
     prompts: tuple[DemoPrompt, ...]
 
@@ -58,11 +72,23 @@ def run_demo(console: Console, options: DemoOptions) -> int:
     """
     if options.json_file is not None and not options.json_file.absolute().parent.is_dir():
         raise ConfigError(f"--json {options.json_file}: there is no such directory")
-    size = QUICK if options.quick else FULL
-    prompts = read_prompts(options.trace or default_trace_path(), size)
+    trace = options.trace or default_trace_path()
     section = ClusterSection(router_port=0, index_port=0, base_dir=options.base_dir)
-    plan = with_reference(plan_cluster(section, overrides=demo_settings(size)))
-    return asyncio.run(_interruptible(console, options, Setting(plan, size, tuple(prompts))))
+    if options.vllm is None:
+        size, engine = QUICK if options.quick else FULL, TORCH_ENGINE
+        settings = (*torch_engine_settings(size), *store_settings(size))
+        plan = with_reference(plan_cluster(section, overrides=settings))
+        prompts = tuple(read_prompts(trace, size, engine))
+        return asyncio.run(_interruptible(console, options, Setting(plan, engine, size, prompts)))
+    size, engine = VLLM_SIZE, VLLM_ENGINE
+    prompts = tuple(read_prompts(trace, size, engine))
+    require_vllm(options.vllm)
+    with tempfile.TemporaryDirectory(prefix="emberkv-model-") as directory:
+        console.print("  writing a tiny model")
+        write_tiny_model(options.vllm, Path(directory))
+        plain = plan_cluster(section, overrides=store_settings(size))
+        plan = with_vllm(plain, size, options.vllm, Path(directory))
+        return asyncio.run(_interruptible(console, options, Setting(plan, engine, size, prompts)))
 
 
 async def _interruptible(console: Console, options: DemoOptions, setting: Setting) -> int:
@@ -87,6 +113,7 @@ async def _demo(console: Console, options: DemoOptions, setting: Setting) -> int
             console=console,
             cluster=cluster,
             session=session,
+            engine=setting.engine,
             prompts=setting.prompts,
             size=setting.size,
             report=report,

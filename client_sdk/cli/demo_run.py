@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from client_sdk.cli.chain_story import NodeWhere
 from client_sdk.cli.cluster import Cluster
 from client_sdk.cli.cluster_plan import NodePlan
-from client_sdk.cli.demo_settings import BLOCK_TOKENS, MAX_TOKENS, MODEL, DemoPrompt, DemoSize
+from client_sdk.cli.demo_settings import MAX_TOKENS, DemoEngine, DemoPrompt, DemoSize
 from client_sdk.cli.openai_client import Answer, OpenAiClient
 from client_sdk.cli.report import DemoReport, PhaseReport
 from client_sdk.cli.status import NodeView, read_status
@@ -54,6 +54,7 @@ class DemoRun:
     console: Console
     cluster: Cluster
     session: aiohttp.ClientSession
+    engine: DemoEngine
     prompts: Sequence[DemoPrompt]
     size: DemoSize
     report: DemoReport = field(default_factory=DemoReport)
@@ -69,7 +70,7 @@ class DemoRun:
         return self.cluster.plan.nodes[1]
 
     def client(self, url: str) -> OpenAiClient:
-        return OpenAiClient(self.session, url, MODEL)
+        return OpenAiClient(self.session, url, self.engine.model)
 
     @property
     def router(self) -> OpenAiClient:
@@ -152,13 +153,14 @@ class DemoRun:
         """What the index says of each prompt."""
         index = IndexClient(self.cluster.plan.index_address, timeout_seconds=5.0)
         found = []
+        block_tokens = self.engine.block_tokens
         try:
             engines = [engine for node in await index.nodes() for engine in node.engines]
             if not engines:
                 raise UnavailableError("no engine is announced, so no namespace is known")
             for prompt in prompts:
                 tokens = list(prompt.token_ids)
-                hashes = block_hashes(engines[0].namespace_id, tokens, BLOCK_TOKENS)
+                hashes = block_hashes(engines[0].namespace_id, tokens, block_tokens)
                 hits = await index.query(index_keys(hashes)) if hashes else []
                 by_node = {hit.node_id: hit for hit in hits}
                 found.append(Holding(prompt, len(hashes), by_node))
@@ -169,7 +171,9 @@ class DemoRun:
     async def where(self, prompt: DemoPrompt) -> tuple[NodeWhere, ...]:
         """As `emberkv where`."""
         plan = self.cluster.plan
-        query = WhereQuery(plan.index_address, plan.router_url, MODEL, "", prompt.token_ids)
+        query = WhereQuery(
+            plan.index_address, plan.router_url, self.engine.model, "", prompt.token_ids
+        )
         return (await run_where(query)).nodes
 
     async def view(self, node: NodePlan) -> NodeView:

@@ -6,15 +6,34 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from client_sdk.cli.cluster_plan import ClusterPlan, choose_port
+from client_sdk.cli.openai_client import UNTOLD
 from client_sdk.cli.process import ProcessSpec
 from client_sdk.cli.trace import TokenRange, TraceRequest, load_trace, prompt_token_ids
 
-MODEL = "ember-demo"
-BLOCK_TOKENS = 16
-VOCAB = 4096
 MAX_TOKENS = 8
 REFERENCE = "reference"
 MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class DemoEngine:
+    """What the demo must know of the engines it runs."""
+
+    model: str
+    block_tokens: int
+    vocab: int
+    """Prompts are made of token ids below it."""
+    store_sources: tuple[str, ...]
+    """Where its answers say that tokens came from which its node's daemon had."""
+    peer_sources: tuple[str, ...]
+
+    @property
+    def tells_sources(self) -> bool:
+        """Whether its answers tell what it found in its own cache from what the store had."""
+        return self.store_sources != (UNTOLD,)
+
+
+TORCH_ENGINE = DemoEngine("ember-demo", 16, 4096, ("dram", "ssd"), ("peer",))
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,27 +59,33 @@ FULL = DemoSize(requests=150, longest_blocks=1000, engine_blocks=320, dram_bytes
 QUICK = DemoSize(requests=24, longest_blocks=20, engine_blocks=40, dram_bytes=2 * MIB)
 
 
-def read_prompts(path: Path, size: DemoSize) -> list[DemoPrompt]:
+def read_prompts(path: Path, size: DemoSize, engine: DemoEngine) -> list[DemoPrompt]:
     requests = load_trace(path, 10 * size.requests)
     fitting = [r for r in requests if len(r.block_ids) <= size.longest_blocks]
-    return [_prompt(request) for request in fitting[: size.requests]]
+    return [_prompt(request, engine) for request in fitting[: size.requests]]
 
 
-def _prompt(request: TraceRequest) -> DemoPrompt:
-    tokens = prompt_token_ids(request, BLOCK_TOKENS, TokenRange(0, VOCAB))
+def _prompt(request: TraceRequest, engine: DemoEngine) -> DemoPrompt:
+    tokens = prompt_token_ids(request, engine.block_tokens, TokenRange(0, engine.vocab))
     return DemoPrompt(f"trace request {request.number}", tuple(tokens))
 
 
-def demo_settings(size: DemoSize) -> tuple[str, ...]:
-    """Small tiers: HBM holds less than DRAM, DRAM less than the trace, SSD all of it."""
+def torch_engine_settings(size: DemoSize) -> tuple[str, ...]:
+    """Of the reference engine."""
     return (
-        f"engine.model={MODEL}",
-        f"engine.vocab={VOCAB}",
-        f"engine.block_tokens={BLOCK_TOKENS}",
+        f"engine.model={TORCH_ENGINE.model}",
+        f"engine.vocab={TORCH_ENGINE.vocab}",
+        f"engine.block_tokens={TORCH_ENGINE.block_tokens}",
         "engine.ffn=256",
         "engine.seed=1",
         f"engine.num_blocks={size.engine_blocks}",
         "engine.load_patience_seconds=1.0",  # a busy machine must not turn hits into misses
+    )
+
+
+def store_settings(size: DemoSize) -> tuple[str, ...]:
+    """Small tiers: HBM holds less than DRAM, DRAM less than the trace, SSD all of it."""
+    return (
         f"dram.capacity_bytes={size.dram_bytes}",
         f"dram.extent_bytes={MIB}",
         f"ssd.capacity_bytes={512 * MIB}",

@@ -14,6 +14,8 @@ from client_sdk.aio import timeout
 from emberkv_proto.errors import InvalidRequestError, UnavailableError
 
 SOURCES = ("hbm", "dram", "ssd", "peer")
+UNTOLD = "untold"
+"""The source of engines that tell only how much they found, as vLLM."""
 MAX_LINE_BYTES = 1 << 20
 
 
@@ -141,13 +143,15 @@ def _to_answer(url: str, collected: _Collected) -> Answer:
 
 
 def hits_by_source(details: dict[str, Any]) -> dict[str, int]:
-    """`usage.prompt_tokens_details` as tokens by source.
+    """`usage.prompt_tokens_details` as tokens by source; `UNTOLD` when it names none.
 
     Raises:
         InvalidRequestError: the parts do not add up to `cached_tokens`.
     """
     hits = {source: int(details.get(f"{source}_tokens", 0)) for source in SOURCES}
     total = int(details.get("cached_tokens") or 0)
+    if not any(f"{source}_tokens" in details for source in SOURCES):
+        return {**hits, UNTOLD: total}
     if sum(hits.values()) != total:
         raise InvalidRequestError(f"usage: {hits} do not add up to cached_tokens {total}")
     return hits

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,19 +23,25 @@ from emberkv_proto.errors import UnavailableError
 
 POLL_SECONDS = 0.05
 LOG_TAIL_LINES = 15
+ASK_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessSpec:
-    """How one process is started, and the file it writes once it serves (JSON with its pid)."""
+    """How one process is started, and how it is seen that it serves."""
 
     name: str
     module: str
     arguments: tuple[str, ...]
     endpoint_file: Path
+    """Written by it once it serves: JSON with its pid. Not by one that has a `health_url`."""
     log_file: Path
     ready_seconds: float = 60.0
     environment: tuple[tuple[str, str], ...] = ()
+    python: str = sys.executable
+    """Of the environment that has the module."""
+    health_url: str = ""
+    """Answers 200 once it serves, of a server that is not ours and writes no file."""
 
 
 class ServerProcess:
@@ -59,7 +66,7 @@ class ServerProcess:
         if self.is_running:
             raise RuntimeError(f"{self.spec.name} is running already")
         self.spec.endpoint_file.unlink(missing_ok=True)
-        command = [sys.executable, "-m", "client_sdk.cli.child", str(os.getpid())]
+        command = [self.spec.python, "-m", "client_sdk.cli.child", str(os.getpid())]
         with self.spec.log_file.open("ab") as log:
             self._popen = subprocess.Popen(
                 [*command, self.spec.module, *self.spec.arguments],
@@ -80,7 +87,11 @@ class ServerProcess:
         """
         deadline = time.monotonic() + self.spec.ready_seconds
         while True:
-            endpoints = self._read_endpoints()
+            endpoints = (
+                await asyncio.to_thread(self._ask_health)
+                if self.spec.health_url
+                else self._read_endpoints()
+            )
             if endpoints is not None:
                 return endpoints
             if not self.is_running:
@@ -96,9 +107,9 @@ class ServerProcess:
             await asyncio.sleep(POLL_SECONDS)
 
     def kill(self) -> None:
-        """kill -9, and wait until the kernel has taken it away."""
+        """kill -9 of it and of its children, and wait until the kernel has taken it away."""
         if self._popen is not None and self._popen.poll() is None:
-            self._popen.kill()
+            os.killpg(self._popen.pid, signal.SIGKILL)
             self._popen.wait(timeout=10)
 
     def terminate(self) -> None:
@@ -122,6 +133,13 @@ class ServerProcess:
             return f"(no log: {error})"
         lines = text.splitlines()[-LOG_TAIL_LINES:]
         return "\n".join([f"--- last lines of {self.spec.log_file.name}", *lines])
+
+    def _ask_health(self) -> dict[str, Any] | None:
+        try:
+            with urllib.request.urlopen(self.spec.health_url, timeout=ASK_SECONDS):  # noqa: S310
+                return {"pid": self.pid, "url": self.spec.health_url.rpartition("/")[0]}
+        except OSError:  # refused, too late, or an error status: not yet
+            return None
 
     def _read_endpoints(self) -> dict[str, Any] | None:
         """The endpoint file, once it was written whole by the life that runs now."""

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from client_sdk.cli.openai_client import SOURCES, Answer
+from client_sdk.cli.openai_client import SOURCES, UNTOLD, Answer
 from emberkv_proto import __version__
 
 MANY_DIFFERENCES = 5
@@ -72,7 +72,7 @@ class PhaseReport:
             "phase": self.name,
             "requests": self.requests,
             "prompt_tokens": self.prompt_tokens,
-            "hit_tokens": {source: self.hit_tokens[source] for source in SOURCES},
+            "hit_tokens": {source: self.hit_tokens[source] for source in (*SOURCES, UNTOLD)},
             "ttft_p50_cold_seconds": median(self.cold_ttfts),
             "ttft_p50_warm_seconds": median(self.warm_ttfts),
             "warm_requests": len(self.warm_ttfts),
@@ -135,13 +135,21 @@ def write_json(report: DemoReport, path: Path) -> None:
 
 def print_report(console: Console, report: DemoReport) -> None:
     title = "prompt tokens found, by source; p50 of the time to the first token"
+    is_untold = any(phase.hit_tokens[UNTOLD] for phase in report.phases)
+    sources = (UNTOLD,) if is_untold else SOURCES
     table = Table(title=title, box=None, padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column("phase", no_wrap=True)
-    for heading in ("requests", "prompt\ntokens", *SOURCES, "cold\nms", "warm\nms"):
+    for heading in (
+        "requests",
+        "prompt\ntokens",
+        *(("found",) if is_untold else SOURCES),
+        "cold\nms",
+        "warm\nms",
+    ):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("identical", no_wrap=True)
     for phase in report.phases:
-        table.add_row(*_cells(phase))
+        table.add_row(*_cells(phase, sources))
     console.print(table)
     console.print(
         "cold: the same prompts in an engine without any cache, one at a time;"
@@ -154,11 +162,11 @@ def print_report(console: Console, report: DemoReport) -> None:
     console.print(f"{verdict} in {report.seconds:.0f} s")
 
 
-def _cells(phase: PhaseReport) -> Iterable[str]:
+def _cells(phase: PhaseReport, sources: Sequence[str]) -> Iterable[str]:
     yield phase.name
     yield str(phase.requests)
     yield str(phase.prompt_tokens)
-    for source in SOURCES:
+    for source in sources:
         yield str(phase.hit_tokens[source])
     for ttfts in (phase.cold_ttfts, phase.warm_ttfts):
         middle = median(ttfts)

@@ -15,7 +15,13 @@ import pytest
 
 from client_sdk.cli import cluster as cluster_module
 from client_sdk.cli.cluster import Cluster, until_stopped
-from client_sdk.cli.cluster_plan import SHM, ClusterPlan, ClusterSection, plan_cluster
+from client_sdk.cli.cluster_plan import (
+    SHM,
+    ClusterPlan,
+    ClusterSection,
+    choose_port,
+    plan_cluster,
+)
 from client_sdk.cli.process import ProcessSpec
 from emberkv_proto.errors import InvalidRequestError, UnavailableError
 from tests.helpers.processes import pids_with
@@ -47,6 +53,14 @@ def assert_nothing_left(plan: ClusterPlan, base_dir: Path) -> None:
     assert not pids_with(plan.run_id)
     assert not list(SHM.glob(plan.pool_prefix + "*"))
     assert not list(base_dir.iterdir())
+
+
+def remaining(word: str) -> list[int]:
+    """Processes with the word that are still there in 10 s."""
+    deadline = time.monotonic() + 10
+    while (pids := pids_with(word)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return pids
 
 
 async def test_a_cluster_starts_restarts_by_name_and_leaves_nothing(tmp_path: Path) -> None:
@@ -109,6 +123,26 @@ async def test_a_child_that_ends_by_itself_is_noticed(tmp_path: Path) -> None:
         assert ended is not None
         assert ended.startswith("node-b ended")
         stop.set()
+    assert_nothing_left(plan, tmp_path)
+
+
+async def test_a_server_of_others_is_asked_for_its_health_and_killed_with_its_children(
+    tmp_path: Path,
+) -> None:
+    plan = fake_plan(tmp_path)
+    port = choose_port()
+    foreign = replace(
+        fake(plan.nodes[0].engine, "foreign"),
+        arguments=("foreign", plan.run_id, f"--port={port}"),
+        health_url=f"http://127.0.0.1:{port}/health",
+    )
+    plan = replace(plan, extras=(replace(foreign, name="other"),))
+    async with Cluster(plan) as cluster:
+        await cluster.start_one("other")
+        assert cluster.endpoints["other"]["url"] == f"http://127.0.0.1:{port}"
+        assert len(pids_with(f"--port={port}")) == 2
+        cluster.kill("other")
+        assert not await asyncio.to_thread(remaining, f"--port={port}")
     assert_nothing_left(plan, tmp_path)
 
 

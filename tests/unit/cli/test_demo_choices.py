@@ -18,9 +18,11 @@ from client_sdk.cli.demo_settings import (
     FULL,
     QUICK,
     REFERENCE,
+    TORCH_ENGINE,
     DemoPrompt,
-    demo_settings,
     read_prompts,
+    store_settings,
+    torch_engine_settings,
     with_reference,
 )
 from client_sdk.cli.openai_client import Answer
@@ -38,8 +40,8 @@ async def run(tmp_path: Path):  # type: ignore[no-untyped-def]
     ports = itertools.count(20000)
     plan = plan_cluster(ClusterSection(base_dir=tmp_path), None, (), lambda: next(ports))
     async with aiohttp.ClientSession() as session:
-        prompts = read_prompts(default_trace_path(), QUICK)
-        yield DemoRun(Console(), Cluster(plan), session, prompts, QUICK)
+        prompts = read_prompts(default_trace_path(), QUICK, TORCH_ENGINE)
+        yield DemoRun(Console(), Cluster(plan), session, TORCH_ENGINE, prompts, QUICK)
 
 
 def holding(name: str, blocks: int, hits: Mapping[str, tuple[int, int]]) -> Holding:
@@ -69,7 +71,9 @@ def test_least_in_dram_fills_the_engines_pool_and_leaves_the_longest_out(run: De
 
 
 def test_the_reference_engine_has_no_store_and_no_cache() -> None:
-    plan = with_reference(plan_cluster(ClusterSection(), None, demo_settings(FULL)))
+    plan = with_reference(
+        plan_cluster(ClusterSection(), None, (*torch_engine_settings(FULL), *store_settings(FULL)))
+    )
     (spec,) = plan.extras
     assert spec.name == REFERENCE
     overrides = [item for item in spec.arguments if item != "--set"]
@@ -84,7 +88,7 @@ def test_the_reference_engine_has_no_store_and_no_cache() -> None:
 
 @pytest.mark.parametrize("size", [FULL, QUICK])
 def test_each_prompt_fits_the_engine(size) -> None:  # type: ignore[no-untyped-def]
-    prompts = read_prompts(default_trace_path(), size)
+    prompts = read_prompts(default_trace_path(), size, TORCH_ENGINE)
     assert len(prompts) == size.requests
     assert max(len(prompt.token_ids) for prompt in prompts) + 8 <= 16 * size.engine_blocks
 

@@ -112,4 +112,6 @@ async def test_nobody_there_is_unavailable() -> None:
 def test_sources_that_do_not_add_up_are_refused() -> None:
     with pytest.raises(InvalidRequestError, match="do not add up"):
         hits_by_source({"cached_tokens": 5, "dram_tokens": 4})
-    assert hits_by_source({}) == {"hbm": 0, "dram": 0, "ssd": 0, "peer": 0}
+    none = {"hbm": 0, "dram": 0, "ssd": 0, "peer": 0}
+    assert hits_by_source({}) == {**none, "untold": 0}
+    assert hits_by_source({"cached_tokens": 5}) == {**none, "untold": 5}

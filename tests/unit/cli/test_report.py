@@ -55,7 +55,13 @@ def test_only_requests_that_found_half_their_prompt_are_warm() -> None:
     assert shown["ttft_p50_warm_seconds"] == 0.01
     assert shown["warm_requests"] == 1
     assert abs(shown["ttft_p50_cold_seconds"] - 0.3) < 1e-9
-    assert shown["hit_tokens"] == {"hbm": 0, "dram": 31, "ssd": 0, "peer": 0}
+    assert shown["hit_tokens"] == {
+        "hbm": 0,
+        "dram": 31,
+        "ssd": 0,
+        "peer": 0,
+        "untold": 0,
+    }
 
 
 def test_table_and_json_say_the_same(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Writes a tiny Llama with seeded weights, a byte-level tokenizer and an adapter for it.
 
-Runs in vLLM's environment: `python make_model.py DIR`. Weights are seeded, not vLLM's dummy ones:
-with those the output would stay the same whatever the cache holds.
+Runs in vLLM's environment: `python -m client_sdk.engine.tiny_llama DIR`. Weights are seeded, not
+vLLM's dummy ones: with those the output would stay the same whatever the cache holds.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ def write_model(directory: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
+        tokenizer_object=tokenizer,
+        **dict(zip(("bos_token", "eos_token", "pad_token"), SPECIALS, strict=True)),
     )
     fast.chat_template = (
         "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}[assistant] "
