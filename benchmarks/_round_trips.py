@@ -11,7 +11,7 @@ from benchmarks._daemon import Serving
 from benchmarks._echo_server import Echo, echo_server
 from benchmarks._figure import Figure, Options
 from client_sdk import SyncClient
-from client_sdk.sync_client import Lease, StagedWrite
+from client_sdk.sync_borrowed import Lease, StagedWrite
 from emberkv_proto.layout import Namespace
 from emberkv_proto.types import AcquirePolicy, BlockHash
 

@@ -75,7 +75,7 @@ class StoreClient:
         self._client.prefault(TIMEOUT_SECONDS)
         self._batch_bytes = BATCH * block_bytes
         self._source = np.frombuffer(page_memory(max(ROUND_BYTES, self._batch_bytes)), np.uint8)
-        self._target = np.frombuffer(page_memory(self._batch_bytes), np.uint8)
+        self._target = np.frombuffer(page_memory(self._source.nbytes), np.uint8)
         self._source.reshape(-1, self._batch_bytes)[:] = np.frombuffer(
             os.urandom(self._batch_bytes), np.uint8
         )
@@ -108,20 +108,20 @@ class StoreClient:
             self._connected().put(chain, self._source[: self._batch_bytes])
 
     def get(self, batches: int) -> dict[str, Any]:
-        """Acquire, copy, release."""
+        """A chain of so many batches into one buffer."""
         client = self._connected()
+        chain = [block for _ in range(batches) for block in next(self._next_kept)]
 
         def work() -> None:
-            for _ in range(batches):
-                chain = next(self._next_kept)
-                with client.acquire(chain, policy=AcquirePolicy.BEST_EFFORT) as lease:
-                    lease.read_into(self._target)
+            got = client.get(chain, self._target[: batches * self._batch_bytes])
+            if got != len(chain):
+                raise AssertionError(f"the store gave {got} blocks of {len(chain)}")
 
         return timed(batches * self._batch_bytes, work)
 
     def check(self) -> None:
         """Raise unless what was got is what was put; forget it."""
-        if not np.array_equal(self._source[: self._batch_bytes], self._target):
+        if not np.array_equal(self._source, self._target):
             raise AssertionError("the store gave other bytes than it was given")
         self._target[:] = 0
 
@@ -138,7 +138,11 @@ class StoreClient:
     def copy_out(self, batches: int) -> dict[str, Any]:
         """Plain copies out of as many places as `get` takes turns with."""
         kept = itertools.cycle(self._places[: len(self._kept)])
-        return self._copy(batches, lambda: zip(self._to, next(kept), strict=True))
+        starts = itertools.cycle(range(0, len(self._to), BATCH))
+        return self._copy(
+            batches,
+            lambda: zip(self._to[(at := next(starts)) : at + BATCH], next(kept), strict=True),
+        )
 
     def close(self) -> None:
         if self._client is not None:

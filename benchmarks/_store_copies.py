@@ -27,7 +27,7 @@ KEPT_CHAINS = 2
 """Chains that are got in turn. With what is staged they must fit in the pool."""
 UNITS = {
     "put": f"GB/s, one put of {ROUND_BYTES // MIB} MiB in one chain, checksums brought along",
-    "get": f"GB/s, an acquire and read_into for each {BATCH} blocks",
+    "get": f"GB/s, one get of {ROUND_BYTES // MIB} MiB",
 }
 MEMCPY = "the same copies in plain memory like the pool's, in as many processes at once"
 

@@ -8,7 +8,8 @@ from client_sdk.patience import Patience
 from client_sdk.prefetch import AsyncPrefetch, Prefetch
 from client_sdk.put_pipeline import PutResult
 from client_sdk.status import NodeStatus, TierStatus
-from client_sdk.sync_client import Lease, OperatorClient, ProbeResult, StagedWrite, SyncClient
+from client_sdk.sync_borrowed import Lease, StagedWrite
+from client_sdk.sync_client import OperatorClient, ProbeResult, SyncClient
 
 __all__ = [
     "AsyncClient",

@@ -14,16 +14,16 @@ from google.protobuf.message import Message
 from client_sdk.async_session import AsyncSession, open_async_session
 from client_sdk.borrowed import LeasedBlocks, StagedBlocks, pack_hashes
 from client_sdk.connection import IDLE_BEAT_SECONDS, ClientCounters
-from client_sdk.patience import DEFAULT_PATIENCE, Patience
+from client_sdk.patience import (
+    DEFAULT_PATIENCE,
+    WAIT_SLICE_SECONDS,
+    Patience,
+    check_seconds,
+)
 from client_sdk.prefetch import AsyncPrefetch
 from client_sdk.session import Backoff, Endpoint, M, SessionLostError, SessionState, Terms
 from client_sdk.status import NodeStatus, status_from_wire
-from client_sdk.sync_client import (
-    TIER_SETS,
-    WAIT_SLICE_SECONDS,
-    ProbeResult,
-    check_seconds,
-)
+from client_sdk.sync_client import TIER_SETS, ProbeResult
 from emberkv_proto.errors import (
     EmberError,
     StaleIncarnationError,

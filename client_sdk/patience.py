@@ -10,6 +10,9 @@ from emberkv_proto.types import AcquirePolicy
 
 LONGEST_SECONDS = 600.0
 """The daemon goes on no longer than this."""
+MAX_WAIT_SECONDS = 3600.0
+WAIT_SLICE_SECONDS = 0.05
+"""A wait is cut into slices, so that other threads' calls and heartbeats come in between."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,3 +42,10 @@ class Patience:
 
 
 DEFAULT_PATIENCE = Patience()
+
+
+def check_seconds(seconds: float) -> float:
+    """Raises InvalidRequestError unless it is a number in 0..3600."""
+    if not math.isfinite(seconds) or not 0 <= seconds <= MAX_WAIT_SECONDS:
+        raise InvalidRequestError(f"{seconds} seconds is not in 0..{MAX_WAIT_SECONDS:g}")
+    return float(seconds)

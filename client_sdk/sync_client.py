@@ -7,7 +7,6 @@ treats it, and any other EmberError, as a miss.
 from __future__ import annotations
 
 import contextlib
-import math
 import threading
 import time
 from collections.abc import Sequence
@@ -15,16 +14,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from client_sdk.borrowed import Buffer, LeasedBlocks, StagedBlocks, pack_hashes
+from client_sdk.borrowed import Buffer, pack_hashes
 from client_sdk.connection import ClientCounters, Connection
-from client_sdk.patience import DEFAULT_PATIENCE, Patience
+from client_sdk.get_pipeline import GetPipeline
+from client_sdk.patience import DEFAULT_PATIENCE, Patience, check_seconds
 from client_sdk.prefetch import Prefetch
 from client_sdk.put_pipeline import PutPipeline, PutResult
-from client_sdk.session import Endpoint, SessionLostError, SessionState, Terms
+from client_sdk.session import Endpoint, Terms
 from client_sdk.status import NodeStatus, status_from_wire
+from client_sdk.sync_borrowed import Lease, StagedWrite
 from emberkv_proto.errors import (
     EmberError,
-    InvalidRequestError,
     UnavailableError,
 )
 from emberkv_proto.layout import Namespace
@@ -40,9 +40,6 @@ from emberkv_proto.types import (
 from emberkv_proto.v1 import common_pb2, store_pb2
 from emberkv_proto.wire import Method
 
-WAIT_SLICE_SECONDS = 0.05
-"""A wait is cut into slices, so that other threads' calls and heartbeats come in between."""
-MAX_WAIT_SECONDS = 3600.0
 TIER_SETS = tuple(frozenset(tier for tier in Tier if bits >> tier & 1) for bits in range(256))
 
 
@@ -54,151 +51,6 @@ class ProbeResult:
     """Length of the usable prefix."""
     tiers: tuple[frozenset[Tier], ...]
     """For each asked block, where it is resident."""
-
-
-class Lease(LeasedBlocks):
-    """A lease got by `SyncClient.acquire`. Leaving its `with` block releases it."""
-
-    def __init__(
-        self,
-        connection: Connection,
-        session: SessionState,
-        asked_blocks: int,
-        granted: store_pb2.AcquireResponse,
-        sent_at: float,
-    ) -> None:
-        super().__init__(session, asked_blocks, granted, sent_at)
-        self._connection = connection
-
-    def wait(self, blocks: int, timeout_seconds: float) -> int:
-        """Wait until `blocks` blocks are ready, all usable ones are, or the time is over.
-
-        Returns how many are ready. `usable_blocks` shrinks when a block cannot be brought.
-
-        Raises:
-            UnavailableError: the daemon went away; the lease is void.
-            UnknownLeaseError, StaleIncarnationError, LeaseExpiredError: see `require_valid`.
-        """
-        deadline = time.monotonic() + check_seconds(timeout_seconds)
-        while self.ready_blocks < min(blocks, self.usable_blocks):
-            self.require_valid()
-            left_seconds = max(deadline - time.monotonic(), 0.0)
-            slice_seconds = min(left_seconds, WAIT_SLICE_SECONDS)
-            from_block = self.ready_blocks
-            answer = self._connection.call_on(
-                self._session,
-                Method.WAIT,
-                store_pb2.WaitRequest(
-                    lease_id=self._id,
-                    from_block=from_block,
-                    timeout_seconds=slice_seconds,
-                    until_block=min(blocks, self.usable_blocks),
-                ),
-                store_pb2.WaitResponse,
-                slice_seconds,
-            )
-            try:
-                self._extend(from_block, answer)
-            except SessionLostError as error:
-                self._connection.lose(self._session, str(error))
-                raise
-            if left_seconds <= 0:
-                break
-        return self.ready_blocks
-
-    def release(self) -> None:
-        """Give the blocks back. Views must not be read afterwards.
-
-        A daemon that is away has released them already.
-
-        Raises:
-            UnknownLeaseError: released before, or a miss.
-        """
-        if self._end():
-            self._connection.tell(
-                self._session, Method.RELEASE, store_pb2.ReleaseRequest(lease_ids=[self._id])
-            )
-
-    def __enter__(self) -> Lease:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if not self._is_released:
-            self.release()
-
-
-class StagedWrite(StagedBlocks):
-    """Slots got by `SyncClient.stage`. Leaving its `with` block aborts what is not committed."""
-
-    def __init__(
-        self,
-        connection: Connection,
-        session: SessionState,
-        hashes: Sequence[BlockHash],
-        granted: store_pb2.StageResponse,
-        sent_at: float,
-    ) -> None:
-        super().__init__(session, hashes, granted, sent_at)
-        self._connection = connection
-
-    def commit(
-        self, indices: Sequence[int] | None = None, checksums: Sequence[int] | None = None
-    ) -> int:
-        """Publish granted blocks, all or those of `indices`; return how many the daemon took.
-
-        Checksums are computed here unless the caller has them. Blocks left out stay staged.
-
-        Raises:
-            InvalidRequestError: an index that was not granted, or is committed.
-            UnknownStageError, StaleIncarnationError: too late; nothing was published.
-            UnavailableError: the daemon went away; whether it took the blocks is unknown.
-        """
-        if not self._is_open and indices is None:
-            return 0
-        chosen = self._chosen(indices)
-        return self._commit(chosen, self._commit_request(chosen, checksums))
-
-    def commit_unsummed(self, indices: Sequence[int] | None = None) -> int:
-        """As `commit`, but leave the checksums to the daemon, which computes them when it has time.
-
-        Until then a reader on this node can use the blocks but not verify them (see
-        `Lease.checksum`), and no other node gets them. A block that this daemon's death finds
-        without one is trusted when it comes back.
-        """
-        if not self._is_open and indices is None:
-            return 0
-        chosen = self._chosen(indices)
-        return self._commit(chosen, self._unsummed_request(chosen))
-
-    def _commit(self, chosen: Sequence[int], request: store_pb2.CommitRequest) -> int:
-        answer = self._connection.call_on(
-            self._session, Method.COMMIT, request, store_pb2.CommitResponse
-        )
-        self._committed(chosen)
-        return answer.committed_blocks
-
-    def abort(self) -> None:
-        """Give uncommitted slots back. Idempotent; the daemon may be away."""
-        if self._end():
-            self._connection.tell(
-                self._session, Method.ABORT, store_pb2.AbortRequest(stage_id=self._id)
-            )
-
-    def __enter__(self) -> StagedWrite:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.abort()
 
 
 class SyncClient:
@@ -389,6 +241,37 @@ class SyncClient:
             self._connection, self._part_bytes, hashes, buffer, parent, salt_id, checksums
         ).run()
 
+    def get(
+        self,
+        hashes: Sequence[BlockHash],
+        buffer: Buffer,
+        *,
+        policy: AcquirePolicy = AcquirePolicy.TIMEOUT,
+        deadline_seconds: float | None = None,
+    ) -> int:
+        """Copy the longest prefix of a chain that can be had into one buffer of as many blocks.
+
+        Returns how many blocks: acquires, waits, copies and releases batch by batch, with the
+        daemon's work beside the copies, and is the fastest way out. Only full blocks: where a hit
+        needs just a window of the chain, `acquire` tells which.
+
+        Raises:
+            InvalidRequestError: no such buffer, or a hit that needs a window only.
+            EmberError: what failed; what is in the buffer is of no use.
+        """
+        self._keep_beating()
+        if deadline_seconds is None:
+            tokens = len(hashes) * self._block_tokens
+            deadline_seconds = self._patience.deadline_seconds(policy, tokens)
+        return GetPipeline(
+            self._connection,
+            self._part_bytes,
+            hashes,
+            buffer,
+            policy,
+            check_seconds(deadline_seconds),
+        ).run()
+
     def prefetch(self, hashes: Sequence[BlockHash], deadline_seconds: float) -> int:
         """Have missing blocks brought into DRAM meanwhile; return how many were scheduled."""
         return self.start_prefetch(hashes, deadline_seconds).scheduled_blocks
@@ -510,10 +393,3 @@ class OperatorClient:
         # An operator is a person: it connects at once and gets the plain error.
         self._connection.connect()
         return self._connection
-
-
-def check_seconds(seconds: float) -> float:
-    """Raises InvalidRequestError unless it is a number in 0..3600."""
-    if not math.isfinite(seconds) or not 0 <= seconds <= MAX_WAIT_SECONDS:
-        raise InvalidRequestError(f"{seconds} seconds is not in 0..{MAX_WAIT_SECONDS:g}")
-    return float(seconds)

@@ -20,7 +20,8 @@ import numpy.typing as npt
 from prometheus_client import Counter
 
 from client_sdk.paged import gather_from_pages, scatter_into_pages
-from client_sdk.sync_client import Lease, SyncClient
+from client_sdk.sync_borrowed import Lease
+from client_sdk.sync_client import SyncClient
 from emberkv_proto.errors import ChecksumUnknownError, CorruptionError, EmberError
 from emberkv_proto.types import AcquirePolicy, BlockHash, SaltId, Source, StageState
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import blake3
 
 from client_sdk import SyncClient
-from client_sdk.sync_client import StagedWrite
+from client_sdk.sync_borrowed import StagedWrite
 from emberkv_proto.hashing import block_hashes
 from emberkv_proto.layout import Group, GroupKind, KvLayout, Namespace
 from emberkv_proto.types import AcquirePolicy, BlockHash

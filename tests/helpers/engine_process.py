@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 
 from client_sdk import SyncClient
-from client_sdk.sync_client import Lease, StagedWrite
+from client_sdk.sync_borrowed import Lease, StagedWrite
 from emberkv_proto.errors import EmberError
 from tests.helpers.chains import NAMESPACE, chain_of, payload_of, stage_chain, write_chain
 from tests.helpers.server_process import ROOT

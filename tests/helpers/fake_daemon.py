@@ -45,7 +45,9 @@ class FakeDaemon:
     lease_seconds: float = 10.0
     heartbeat_seconds: float = 0.1
     ready_at_once: int | None = None
-    """How many leased blocks are ready in ACQUIRE; the others come one a WAIT. None: all."""
+    """How many leased blocks are ready in ACQUIRE; the others come with WAITs. None: all."""
+    brings: int = 1
+    """How many blocks a WAIT brings."""
     needed_from: int = 0
     """What ACQUIRE says of it."""
     faults: dict[Method, Fault] = field(default_factory=dict)
@@ -233,7 +235,7 @@ class FakeDaemon:
     def _wait(self, request: store_pb2.WaitRequest) -> store_pb2.WaitResponse:
         hashes = self._leases[request.lease_id]
         first = request.from_block
-        ready = min(first + 1, len(hashes))
+        ready = min(first + self.brings, len(hashes))
         return store_pb2.WaitResponse(
             usable_blocks=len(hashes),
             ready_blocks=ready,

@@ -17,7 +17,8 @@ from client_sdk.engine.vllm_connector.identity import PageShape
 from client_sdk.engine.vllm_connector.plan import LoadPlan, SavePlan, StepPlan, StepReport
 from client_sdk.engine.vllm_connector.settings import ConnectorSettings
 from client_sdk.engine.vllm_connector.stats import EmberStats
-from client_sdk.sync_client import Lease, SyncClient
+from client_sdk.sync_borrowed import Lease
+from client_sdk.sync_client import SyncClient
 from emberkv_proto.errors import EmberError
 from emberkv_proto.types import AcquirePolicy, Source
 

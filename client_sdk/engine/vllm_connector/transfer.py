@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from client_sdk.engine.vllm_connector.pages import EnginePages, Fence
 from client_sdk.engine.vllm_connector.plan import LoadPlan, SavePlan, StepReport
 from client_sdk.engine.vllm_connector.stats import EmberStats
-from client_sdk.sync_client import Lease, SyncClient
+from client_sdk.sync_borrowed import Lease
+from client_sdk.sync_client import SyncClient
 from emberkv_proto.errors import ChecksumUnknownError, CorruptionError, EmberError
 from emberkv_proto.types import AcquirePolicy, StageState
 
