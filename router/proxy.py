@@ -26,6 +26,7 @@ from router.decision import (
 )
 from router.engines import Engine
 from router.forwarding import client_head, request_id, upstream_request
+from router.hit_counts import count_hits
 from router.http_message import Request, Response, error_response
 from router.load import Charge, LoadLedger
 from router.metrics import RouterMetrics
@@ -329,29 +330,12 @@ class Proxy:
         charge.finished()
         if head.status == 200:
             delivered = relay.delivered()
-            self._count_hits(attempt.decision, delivered)
+            count_hits(self._metrics, attempt.decision, delivered)
             if attempt.visit is not None:
                 attempt.visit.spend_answer(relay.answered_tokens())
             worked = work_until_first_byte(attempt.decision, delivered, relay.is_stream)
             if worked is not None:
                 watched.told(worked)
-
-    def _count_hits(self, decision: Decision, delivered: usage.Delivered | None) -> None:
-        used = decision.chosen.estimate.used
-        for source, tokens in (
-            ("hbm", used.hbm_tokens),
-            ("dram", used.dram_tokens),
-            ("ssd", used.ssd_tokens),
-            ("peer", used.peer_tokens),
-        ):
-            if tokens:
-                self._metrics.predicted_tokens.labels(source).inc(tokens)
-        self._metrics.told_hbm_tokens.inc(decision.told_hbm_tokens)
-        if delivered is not None:
-            self._metrics.compared_tokens.inc(decision.predicted_hit_tokens)
-            self._metrics.delivered_tokens.labels("all").inc(delivered.cached_tokens)
-            for source, tokens in delivered.by_source.items():
-                self._metrics.delivered_tokens.labels(source).inc(tokens)
 
     def _engine_failed(self, engine: Engine, error: UpstreamError) -> None:
         self._metrics.upstream_errors.labels(engine.name, type(error).__name__).inc()
