@@ -39,9 +39,14 @@ async def serve(settings: RouterSettings, load: Callable[[], RouterSettings]) ->
         async with router.running() as port:
             host = f"[{cfg.host}]" if ":" in cfg.host else cfg.host
             url = f"http://{host}:{port}"
+            facts = {"url": url, "index_address": index.address}
+            line = f"router serves at {url}, index at {index.address}"
+            if router.ext_proc_port is not None:
+                facts["ext_proc_address"] = f"{host}:{router.ext_proc_port}"
+                line += f", Envoys at {host}:{router.ext_proc_port}"
             if cfg.endpoint_file is not None:
-                write_endpoint(cfg.endpoint_file, {"url": url, "index_address": index.address})
-            print(f"router serves at {url}, index at {index.address}", flush=True)
+                write_endpoint(cfg.endpoint_file, facts)
+            print(line, flush=True)
             await stop.wait()
 
 

@@ -19,6 +19,9 @@ from router.decision import Chooser, EngineLimits
 from router.discovery.static import add_static_engines
 from router.engine_client import EngineClient
 from router.engines import Engine, EngineTable
+from router.ext_proc.addresses import Addresses
+from router.ext_proc.picking import Picker
+from router.ext_proc.server import ExtProcServer
 from router.health import BreakerLimits
 from router.http_server import HttpServer
 from router.live import Changes, compare, with_live_changes
@@ -115,6 +118,29 @@ class Router:
         )
         limits = ServerLimits(cfg.max_body_bytes, cfg.max_header_bytes, cfg.client_idle_seconds)
         self.server = HttpServer(routes.handle, limits)
+        self.addresses = Addresses(self.engines, loop.time)
+        self.ext_proc = ExtProcServer(
+            Picker(
+                chooser,
+                self.admission,
+                self.engines,
+                self.ledger,
+                self.speeds,
+                self.metrics,
+                self.tenants,
+                self.addresses,
+                cfg.ext_proc_fallbacks,
+                cfg.retry_after_seconds,
+                loop.time,
+            ),
+            self.metrics,
+            lambda: self.engines.has_healthy,
+            cfg.max_body_bytes,
+            loop.time,
+        )
+        self.metrics.watch_streams(lambda: self.ext_proc.streams)
+        self.ext_proc_port: int | None = None
+        """Where Envoys ask, while it runs and is set to."""
         self.prober = Prober(
             self.engines,
             self.pool,
@@ -132,6 +158,11 @@ class Router:
         try:
             self._sync_engines()
             await self.prober.probe_all()
+            if self._cfg.ext_proc_port is not None:
+                await self.addresses.refresh()
+                self.ext_proc_port = await self.ext_proc.start(
+                    self._cfg.host, self._cfg.ext_proc_port
+                )
             port = await self.server.start(self._cfg.host, self._cfg.port)
             async with TaskGroup() as tasks:
                 background = [
@@ -139,15 +170,21 @@ class Router:
                     tasks.create_task(self._every(self._cfg.sync_seconds, self._sync_engines)),
                     tasks.create_task(self._every(IDLE_CHECK_SECONDS, self.server.check_idle)),
                 ]
+                if self.ext_proc_port is not None:
+                    background.append(tasks.create_task(self.addresses.run()))
                 try:
                     yield port
                 finally:
-                    cut = await self.server.drain(self._cfg.drain_seconds)
+                    cut, _ = await asyncio.gather(
+                        self.server.drain(self._cfg.drain_seconds),
+                        self.ext_proc.drain(self._cfg.drain_seconds),
+                    )
                     if cut:
                         log.warning("%d requests were cut after the drain time", cut)
                     for task in background:
                         task.cancel()
         finally:
+            await self.ext_proc.drain(0)
             await self.pool.close()
 
     def reconfigure(self, wanted: RouterSection) -> Changes:
@@ -174,6 +211,8 @@ class Router:
             self.predicted,
             self.pool,
             self.tokens,
+            self.addresses,
+            self.ext_proc,
         )
         for part in parts:
             part.check_integrity()

@@ -49,6 +49,10 @@ class RouterSection(Section):
     """JSON with url, index_address and pid, written whole once the router serves."""
     engines: tuple[StaticEngine, ...] = ()
     """Engines known from the start, beside those that daemons announce through the index."""
+    ext_proc_port: Port | None = None
+    """Where Envoys ask for an endpoint (gRPC, in the clear); None: not served. 0 picks a port."""
+    ext_proc_fallbacks: Annotated[int, Field(ge=0, le=15)] = 2
+    """Further endpoints named to Envoy, in order; 0 for a cluster that takes only one."""
     policy: PolicyName = "cost"
     """All but cost are for comparison. Switched live by POST /admin/policy."""
 

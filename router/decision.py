@@ -100,6 +100,8 @@ class Plan:
     chains: dict[ChainKind, Chain] = field(default_factory=dict)
     affinity: int | None = None
     """The same for requests that begin with the same `AFFINITY_TOKENS`."""
+    excluded: frozenset[str] = frozenset()
+    """URLs of engines that may not get it, whatever happens."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -201,6 +203,8 @@ class Chooser:
             NoEngineError, UnknownModelError, SaturatedError
         """
         engines = [e for e in self._serving(plan.model) if e.url not in excluded]
+        if plan.excluded:
+            engines = [engine for engine in engines if engine.url not in plan.excluded]
         if not engines:
             raise NoEngineError("no other engine is healthy")
         open_engines = [engine for engine in engines if self._has_room(engine)]
@@ -225,7 +229,9 @@ class Chooser:
     def has_other(self, plan: Plan, excluded: Collection[str]) -> bool:
         """Whether `choose` would find an engine now."""
         return any(
-            engine.url not in excluded and self._has_room(engine)
+            engine.url not in excluded
+            and engine.url not in plan.excluded
+            and self._has_room(engine)
             for engine in self._engines.serving(plan.model)
         )
 

@@ -70,6 +70,9 @@ class RouterMetrics:
         )
         self.explored = counter("explored", "Requests sent elsewhere than to the longest hit")
         self.index_errors = counter("index_errors", "Index queries that failed")
+        self.ext_proc_errors = counter(
+            "ext_proc_errors", "Streams of Envoys that ended by a fault, by kind", ("kind",)
+        )
         self.models_unread = counter("models_unread", "Engines whose /v1/models could not be read")
 
     def watch(self, engines: EngineTable, ledger: LoadLedger, speeds: SpeedBook) -> None:
@@ -86,6 +89,15 @@ class RouterMetrics:
         )
         for priority in Priority:
             gauge.labels(priority.name.lower()).set_function(partial(waiting, priority))
+
+    def watch_streams(self, streams: Callable[[], int]) -> None:
+        """Show how many requests Envoys have on their way, at each scrape."""
+        gauge = Gauge(
+            PREFIX + "ext_proc_streams",
+            "Requests that Envoys have on their way",
+            registry=self.registry,
+        )
+        gauge.set_function(streams)
 
     def include(self, registry: CollectorRegistry) -> None:
         """Show another part's counters in the same exposition; its names must differ."""

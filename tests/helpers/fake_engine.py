@@ -223,5 +223,16 @@ async def _read_request(reader: asyncio.StreamReader) -> FakeRequest | None:
         name, colon, value = line.partition(":")
         if colon:
             headers[name.lower()] = value.strip()
+    if headers.get("transfer-encoding") == "chunked":
+        return FakeRequest(method, target, headers, await _read_chunks(reader))
     body = await reader.readexactly(int(headers.get("content-length", "0")))
     return FakeRequest(method, target, headers, body)
+
+
+async def _read_chunks(reader: asyncio.StreamReader) -> bytes:
+    body = b""
+    while length := int(await reader.readline(), 16):
+        body += await reader.readexactly(length)
+        await reader.readexactly(2)
+    await reader.readexactly(2)
+    return body

@@ -1,0 +1,1 @@
+"""The router's choice for an Envoy that carries the bytes itself (docs/envoy.md)."""
