@@ -27,6 +27,7 @@ KNOWN_SECTIONS = (
     "dram",
     "ssd",
     "events",
+    "resp",
     "tenants",
     "index",
     "router",

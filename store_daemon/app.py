@@ -41,6 +41,7 @@ from store_daemon.peers import PeerPuller
 from store_daemon.preflight import check_machine
 from store_daemon.publisher import NodeFacts, Publisher
 from store_daemon.reload import Reloader
+from store_daemon.resp.door import DoorAddress, RespDoor, is_wanted
 from store_daemon.servicer import NodeIdentity, Servicer
 from store_daemon.store import BlockStore
 from store_daemon.tiers.pool import Pool
@@ -75,6 +76,9 @@ class Endpoints:
     grpc_address: str
     metrics_address: str
     transport_address: str
+    resp_socket: str = ""
+    resp_address: str = ""
+    """Where Redis clients connect; empty: they do not."""
 
 
 class Daemon:
@@ -240,6 +244,7 @@ class Daemon:
         gc.enable()
         stack.callback(gc.unfreeze)
         await server.start()
+        resp = await self._open_to_redis(stack, store)
         silence = asyncio.get_running_loop().create_task(_cut_silent(server))
         stack.callback(silence.cancel)
         self.endpoints = Endpoints(
@@ -250,6 +255,8 @@ class Daemon:
             grpc_address,
             metrics_address,
             address.address,
+            resp.socket,
+            resp.tcp,
         )
 
         def apply(changed: DaemonSettings) -> None:
@@ -304,6 +311,15 @@ class Daemon:
         outlet.start()
         stack.push_async_callback(outlet.close)
         holdings.teller = outlet.tell
+
+    async def _open_to_redis(self, stack: AsyncExitStack, store: BlockStore) -> DoorAddress:
+        """Let Redis clients in, where the settings name an address for them."""
+        if not is_wanted(self._settings.resp):
+            return DoorAddress()
+        door = RespDoor(self._settings, store)
+        await door.start()
+        stack.push_async_callback(door.close)
+        return door.address
 
     async def _opened(
         self, stack: AsyncExitStack, opener: Executor, doing: str, opening: Callable[[], C]

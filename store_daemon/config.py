@@ -231,6 +231,36 @@ class EventsSection(Section):
         return self
 
 
+class RespSection(Section):
+    """A door for Redis clients (docs/resp.md); closed unless a socket or a port is named."""
+
+    socket_path: Path | None = None
+    """A unix socket for the users that may connect to daemon.socket_path."""
+    host: Literal["127.0.0.1", "::1"] = "127.0.0.1"
+    port: Port | None = None
+    """On loopback; needs token_file. 0 picks a free port."""
+    token_file: Path | None = None
+    """A file (mode 0600) with one secret that clients send with AUTH."""
+    namespace: Annotated[str, Field(pattern="^[a-z0-9-]{1,64}$")] = "default"
+    """Whose values these are; another name sees none of them."""
+    dram_share: Share = 0.5
+    """Part of dram.capacity_bytes that values may take."""
+    ssd_share: Share = 0.5
+    """Part of the SSD tier that values may take."""
+    max_value_bytes: Bytes = 64 * MIB
+    """Longest value; no longer than fits an extent."""
+    max_connections: Annotated[int, Field(ge=1, le=4096)] = 256
+
+    @model_validator(mode="after")
+    def _secret_on_loopback(self) -> RespSection:
+        if self.port is not None and self.token_file is None:
+            raise ValueError(
+                "resp.port needs resp.token_file: every user of this machine can connect to a port;"
+                " make a token with `openssl rand -hex 32`, or use resp.socket_path"
+            )
+        return self
+
+
 class TenantSection(Section):
     """One tenant's quota."""
 
@@ -244,6 +274,7 @@ class DaemonSettings(Settings):
     dram: DramSection = DramSection()
     ssd: SsdSection = SsdSection()
     events: EventsSection = EventsSection()
+    resp: RespSection = RespSection()
     tenants: dict[SaltIdText, TenantSection] = {}  # noqa: RUF012 - copied for each instance
     """Quotas by salt id: the first 16 bytes of BLAKE3 of the cache salt, as 32 hex digits in
     quotes."""

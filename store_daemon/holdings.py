@@ -273,10 +273,19 @@ class Holdings:
     def quarantine(self, block: Block) -> None:
         """The block's DRAM bytes are wrong: unlink it everywhere; freed when nobody holds it."""
         self.counters["corrupt_blocks"] += 1
-        self._let_go(self.catalog.doom(block))
+        self.remove(block)
+
+    def remove(self, block: Block) -> list[SsdRow]:
+        """Unlink the block everywhere; its slots are freed when nobody holds them.
+
+        Returns the rows it had, which are to be forgotten.
+        """
+        freed = self.catalog.doom(block)
+        self._let_go(freed)
         for slot in block.slots:
             if slot is not None:  # held by a reader; a restart meanwhile must not find it
                 self.pool.unlink(slot)
+        return freed.rows
 
     def drop_rows(self, rows: Iterable[SsdRow]) -> None:
         """The SSD tier has reclaimed these rows."""

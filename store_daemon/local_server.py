@@ -77,16 +77,8 @@ class LocalServer:
     async def start(self) -> None:
         """Raises PreflightError when the path cannot be listened on."""
         path = self._settings.socket_path
-        remove_stale_socket(path)
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener = listen_on(path, "daemon.socket_path", bool(self._settings.allowed_uids))
         try:
-            before = os.umask(0o177)
-            try:
-                listener.bind(os.fspath(path))
-            finally:
-                os.umask(before)
-            if self._settings.allowed_uids:
-                path.chmod(0o660)
             self._inode = path.stat().st_ino
             self._server = await asyncio.get_running_loop().create_unix_server(
                 lambda: Connection(self, self._servicer), sock=listener
@@ -158,7 +150,7 @@ class Connection(asyncio.Protocol):
             self.cut("too many connections")
             return
         self._transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
-        self._peer = self._with_socket(_credentials)
+        self._peer = self._with_socket(peer_credentials)
         self._set_timer(HELLO_SECONDS, "no HELLO")
 
     def data_received(self, data: bytes) -> None:
@@ -398,8 +390,29 @@ class Connection(asyncio.Protocol):
             self._timer = None
 
 
-def remove_stale_socket(path: Path) -> None:
-    """Remove a socket on which nobody listens.
+def listen_on(path: Path, setting: str, for_group: bool) -> socket.socket:
+    """A socket bound to a path that only its owner (and their group) may connect to.
+
+    Raises PreflightError when the path cannot be had.
+    """
+    remove_stale_socket(path, setting)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        before = os.umask(0o177)
+        try:
+            listener.bind(os.fspath(path))
+        finally:
+            os.umask(before)
+        if for_group:
+            path.chmod(0o660)
+    except OSError as error:
+        listener.close()
+        raise PreflightError(f"{setting} {path} cannot be listened on: {error}") from None
+    return listener
+
+
+def remove_stale_socket(path: Path, setting: str = "daemon.socket_path") -> None:
+    """Remove a socket on which nobody listens. `setting` is named in messages.
 
     Raises:
         PreflightError: a daemon listens there, or the path is something else than a socket.
@@ -409,9 +422,9 @@ def remove_stale_socket(path: Path) -> None:
     except FileNotFoundError:
         return
     except OSError as error:
-        raise PreflightError(f"daemon.socket_path {path}: {error.strerror}") from None
+        raise PreflightError(f"{setting} {path}: {error.strerror}") from None
     if not stat.S_ISSOCK(mode):
-        raise PreflightError(f"daemon.socket_path {path} exists and is not a socket; move it away")
+        raise PreflightError(f"{setting} {path} exists and is not a socket; move it away")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(1.0)
         try:
@@ -420,13 +433,12 @@ def remove_stale_socket(path: Path) -> None:
             path.unlink(missing_ok=True)
             return
         except OSError as error:
-            raise PreflightError(f"daemon.socket_path {path}: {error}") from None
-    raise PreflightError(
-        f"a daemon listens on {path} already; stop it or set another daemon.socket_path"
-    )
+            raise PreflightError(f"{setting} {path}: {error}") from None
+    raise PreflightError(f"a daemon listens on {path} already; stop it or set another {setting}")
 
 
-def _credentials(sock: socket.socket) -> PeerCredentials:
+def peer_credentials(sock: socket.socket) -> PeerCredentials:
+    """Who is at the other end of a unix socket."""
     raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _ = _CREDENTIALS.unpack(raw)
     return PeerCredentials(pid, uid)

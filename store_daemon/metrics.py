@@ -80,6 +80,17 @@ COUNTERS = {
     "failed_pin_deletions": ("pin_index_errors", {"what": "delete"}),
     "unwritten_victims_kept": ("unwritten_victims", {"result": "kept"}),
     "unwritten_victims_lost": ("unwritten_victims", {"result": "lost"}),
+    "resp_commands": ("resp_commands", {}),
+    "resp_hits": ("resp_values_asked", {"result": "hit"}),
+    "resp_misses": ("resp_values_asked", {"result": "miss"}),
+    "resp_stored_values": ("resp_values_stored", {}),
+    "resp_refused_values": ("resp_values_refused", {}),
+    "resp_unreadable_values": ("resp_values_unreadable", {}),
+    "resp_errors": ("resp_errors", {"kind": "command"}),
+    "resp_protocol_errors": ("resp_errors", {"kind": "protocol"}),
+    "resp_wrong_passwords": ("resp_errors", {"kind": "password"}),
+    "resp_cut_connections": ("resp_connections_ended", {"why": "silence"}),
+    "resp_refused_connections": ("resp_connections_ended", {"why": "refused"}),
 }
 """Counter of the store -> metric (without prefix and suffix) and labels."""
 HELP = {
@@ -125,6 +136,13 @@ HELP = {
     "over_quota_refused": "Stages that were refused because their tenant was over its quota.",
     "over_quota_unwritten_blocks": "Blocks not copied to SSD because of their tenant's quota.",
     "lease_limited_blocks": "Blocks not leased because their session held all that it may.",
+    "resp_commands": "Requests of Redis clients.",
+    "resp_values_asked": "Values that Redis clients asked for, by whether they were known here.",
+    "resp_values_stored": "Values that Redis clients stored.",
+    "resp_values_refused": "Values too long, or without room in the pool or the door's quota.",
+    "resp_values_unreadable": "Known values that could not be brought.",
+    "resp_errors": "Requests of Redis clients answered with an error.",
+    "resp_connections_ended": "Connections of Redis clients that were hung up on.",
     "refused_pins": "Blocks that were not pinned: hard pins were at their limit.",
     "pin_index_errors": "Times that hard pins could not be read from or struck off the index.",
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from emberkv_proto.hashing import UNKNOWN_CHECKSUM
 from emberkv_proto.types import BlockHash, Tier
 from store_daemon.block import Block, StoredNamespace
 from store_daemon.catalog import BlockCatalog, Freed, TenantOf
@@ -68,6 +69,8 @@ class RecoverableCatalog(BlockCatalog):
             block = self._create(namespace, row.block_hash, row.parent, tenant)
         if block.namespace is not namespace or block.rows[row.part] is not None:
             return False
+        if not _is_copy(block, row):
+            return False
         self._add_row(block, row)
         return True
 
@@ -78,7 +81,11 @@ class RecoverableCatalog(BlockCatalog):
         hashes: list[BlockHash] = []
         for namespace, rows in found:
             block = self.blocks[rows[0].block_hash]
-            if block.namespace is not namespace or any(block.rows):
+            if (
+                block.namespace is not namespace
+                or any(block.rows)
+                or not all(_is_copy(block, row) for row in rows)
+            ):
                 refused += rows
                 continue
             for row in rows:
@@ -113,3 +120,13 @@ class RecoverableCatalog(BlockCatalog):
                 freed.rows += self._leave_ssd(block)
             self._unlink_if_empty(block)
         return freed
+
+
+def _is_copy(block: Block, row: SsdRow) -> bool:
+    """Whether a row may hold what stands in DRAM.
+
+    It does not where a value was replaced and the end of the daemon came before its old row was
+    struck out: what is in DRAM is newer.
+    """
+    slot = block.slots[row.part]
+    return slot is None or slot.checksum in (UNKNOWN_CHECKSUM, row.checksum)

@@ -168,5 +168,22 @@ def checksum(payload: bytes | bytearray | memoryview) -> int:
     return xxhash.xxh3_64_intdigest(payload) or 1
 
 
+class RunningChecksum:
+    """`checksum` of a payload that comes in pieces."""
+
+    __slots__ = ("_sum",)
+
+    def __init__(self) -> None:
+        self._sum = xxhash.xxh3_64()
+
+    def update(self, piece: bytes | bytearray | memoryview) -> None:
+        self._sum.update(piece)
+
+    @property
+    def value(self) -> int:
+        """Of all pieces so far."""
+        return self._sum.intdigest() or 1
+
+
 def _prefixed(value: bytes) -> bytes:
     return _LENGTH.pack(len(value)) + value
