@@ -11,6 +11,7 @@ from client_sdk.logs import LogFormat, LogLevel
 from client_sdk.settings import Settings, TlsFiles, tls_files_of
 from global_index.dns_nodes import SCHEME, HostPort
 from global_index.hbm.static import StaticEngine
+from global_index.kube.settings import KubernetesSection
 from global_index.redis_settings import RedisKeys
 
 Seconds = Annotated[float, Field(gt=0)]
@@ -26,6 +27,8 @@ class IndexSection(RedisKeys):
     addresses that a name has, as the one of a headless Service."""
     resolve_seconds: Seconds = 5.0
     """How often such names are looked up."""
+    kubernetes: KubernetesSection | None = None
+    """Follow pods by their labels, through the Kubernetes API; beside `nodes`, or in its place."""
     seed_from: str = ""
     """gRPC address (host:port) of another index to start from, so that daemons send only what came
     since. Empty: every daemon sends a snapshot."""

@@ -25,6 +25,8 @@ from global_index.hbm.engines import EngineDirectory, EngineKey, EngineTrace, En
 from global_index.hbm.followers import EngineFollowers
 from global_index.holders import HolderPool
 from global_index.index import BlockIndex, TableSize
+from global_index.kube.pods import Discovered, EnginePod
+from global_index.kube.settings import KubernetesSection
 from global_index.membership import Membership
 from global_index.registry import Registry
 from global_index.seeding import SeedCounts, load_seed
@@ -33,6 +35,7 @@ from global_index.views import ChainTrace, FollowedNode, NodeView
 from global_index.watch import NodeWatch, Standing
 
 if TYPE_CHECKING:
+    from global_index.kube.discovery import KubernetesDiscovery
     from global_index.redis_mirror import MirroredIndex
     from global_index.redis_shared import SharedIndex
 
@@ -79,6 +82,19 @@ def _share(
     return mirrored, SharedIndex(section, mirrored, following, name=name)
 
 
+def _discovery(
+    section: KubernetesSection | None, clock: Callable[[], float]
+) -> KubernetesDiscovery | None:
+    """Raises ConfigError outside of a pod, or where aiohttp is not installed."""
+    if section is None:
+        return None
+    try:
+        from global_index.kube.discovery import KubernetesDiscovery
+    except ImportError as error:
+        raise ConfigError(f"index.kubernetes needs `pip install emberkv[k8s]`: {error}") from error
+    return KubernetesDiscovery(section, clock)
+
+
 class GlobalIndex:
     """Index, ingest, membership and one subscriber per daemon, behind one object.
 
@@ -120,6 +136,9 @@ class GlobalIndex:
         self._ticker: asyncio.Task[None] | None = None
         self._names = NodeNames(section.names)
         self._lookups: asyncio.Task[None] | None = None
+        self.discovery = _discovery(section.kubernetes, clock)
+        """With `index.kubernetes`: the pods that are followed."""
+        self._discovering: asyncio.Task[None] | None = None
         self._seeding: asyncio.Task[None] | None = None
         self._is_seeded = asyncio.Event()
         self.seed_counts = SeedCounts()
@@ -143,16 +162,22 @@ class GlobalIndex:
             self.subscribe(address)
         if self._names.counts:
             self._lookups = asyncio.create_task(self._supervise("lookups", self._follow_names))
+        if self.discovery is not None:
+            follow_pods = self.discovery.run
+            self._discovering = asyncio.create_task(
+                self._supervise("discovery", lambda: follow_pods(self._renew_pods))
+            )
 
     async def stop(self) -> None:
         """End all tasks; rows stay and can still be asked for."""
         if self.shared is not None:
             await self.shared.stop()
-        own = [task for task in (self._ticker, self._lookups, self._seeding) if task]
+        parts = (self._ticker, self._lookups, self._discovering, self._seeding)
+        own = [task for task in parts if task]
         tasks = [*self._tasks.values(), *own]
         self._tasks.clear()
         self._subscribers.clear()
-        self._ticker = self._lookups = self._seeding = None
+        self._ticker = self._lookups = self._discovering = self._seeding = None
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -326,6 +351,10 @@ class GlobalIndex:
         """Those of the settings, each rank by itself, and their nodes."""
         return [pair for engine in self._section.engines for pair in engine.infos()]
 
+    def discovered_engines(self) -> tuple[EnginePod, ...]:
+        """Those that run in pods, each rank by itself, ready or not."""
+        return self.discovery.found.engines if self.discovery is not None else ()
+
     def size(self) -> TableSize:
         return self._index.size()
 
@@ -343,6 +372,8 @@ class GlobalIndex:
         self._names.check_integrity()
         self.watch.check_integrity()
         self.registry.check_integrity()
+        if self.discovery is not None:
+            self.discovery.check_integrity()
         if self.shared is not None:
             self.shared.check_integrity()
 
@@ -352,8 +383,18 @@ class GlobalIndex:
     async def _renew(self, changes: Changes) -> None:
         for address in changes.added:
             self.subscribe(address)
+        found = self.discovery.found.addresses if self.discovery is not None else ()
         for address in changes.removed:
-            if address not in (*self._section.addresses, *self.registry.daemons()):
+            if address not in (*self._section.addresses, *self.registry.daemons(), *found):
+                await self.unsubscribe(address)
+
+    async def _renew_pods(self, found: Discovered) -> None:
+        assert self.discovery is not None
+        for address in sorted(found.addresses):
+            self.subscribe(address)
+        kept = (*self._section.addresses, *self.registry.daemons(), *self._names.followed())
+        for address in sorted(self.discovery.found.addresses - found.addresses):
+            if address not in kept:
                 await self.unsubscribe(address)
 
     async def _end_streams(self, addresses: tuple[str, ...]) -> None:
@@ -395,6 +436,11 @@ class GlobalIndex:
             *self.configured_engines(),
             *self.registry.engines(),
             *(self.shared.engines() if self.shared is not None else ()),
+        ]
+        # An engine that announces itself tells more than its pod does.
+        urls = {info.url for _, info in announced}
+        announced += [
+            (pod.node_id, pod.info) for pod in self.discovered_engines() if pod.info.url not in urls
         ]
         self._followers.follow(self._engines.sync(announced, self._clock()))
 

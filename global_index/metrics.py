@@ -101,6 +101,10 @@ class IndexCollector(Collector):
             malformed.add_metric([address], counts.malformed)
         yield from (losses, malformed)
         yield from self._lookups()
+        if self._index.discovery is not None:
+            from global_index.kube.metrics import kube_metrics
+
+            yield from kube_metrics(self._index.discovery)
 
     def _lookups(self) -> Iterable[Metric]:
         """Of names that stand for many daemons."""

@@ -221,7 +221,8 @@ class Router:
 
     def _sync_engines(self) -> None:
         configured = self._index.configured_engines()
-        self.engines.sync(self._index.nodes(), self._loop.time(), configured)
+        found = self._index.discovered_engines()
+        self.engines.sync(self._index.nodes(), self._loop.time(), configured, found)
         self.predicted.expire(self._loop.time())
         self.speeds.refresh()
         if self.tenants is not None:

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from emberkv_proto.types import EngineInfo, NamespaceId, NodeId
 from router.health import BreakerLimits, Health
-from router.view import NodeView
+from router.view import FoundEngine, NodeView
 
 ANNOUNCING = frozenset({"ok", "suspect"})
 
@@ -35,7 +35,9 @@ class Engine:
     block_tokens: int = 0
     is_static: bool = False
     is_announced: bool = False
-    """By a daemon that is alive now."""
+    """By a daemon that is alive now, or by a pod that is there."""
+    is_unready: bool = False
+    """Its pod says so, or is being deleted: asked only when no other is healthy."""
     model_cards: tuple[dict[str, Any], ...] = field(default=())
     """Its last /v1/models."""
 
@@ -97,42 +99,41 @@ class EngineTable:
         nodes: Sequence[NodeView],
         now: float,
         configured: Sequence[tuple[NodeId, EngineInfo]] = (),
+        found: Sequence[FoundEngine] = (),
     ) -> None:
-        """Take over what the nodes announce now; then forget what has been away too long.
+        """Take over what nodes and pods announce now; then forget what has been away too long.
 
         `configured` engines are of the index's settings: never forgotten.
         """
+        unready = {pod.info.url for pod in found if not pod.is_ready}
         announced: set[str] = set()
         for node_id, info in configured:
             if info.url:
                 engine = self.add(info.url, now)
                 _describe(engine, info, node_id)
                 engine.is_static = True
+        for pod in found:
+            if self._announce(pod.info, pod.node_id, now):
+                announced.add(pod.info.url)
         for node in nodes:
             if node.liveness not in ANNOUNCING:
                 continue
             for info in node.engines:
-                if not info.url:
-                    continue  # an engine that is not served over HTTP
-                try:
-                    _check_printable(info)
-                    engine = self.add(info.url, now)
-                except ValueError:
-                    self.refused_announcements += 1
-                    continue
-                _describe(engine, info, node.node_id)
-                announced.add(engine.url)
+                if info.url and self._announce(info, node.node_id, now):
+                    announced.add(info.url.rstrip("/"))
         for engine in self._engines.values():
             engine.is_announced = engine.url in announced
+            engine.is_unready = engine.url in unready
         self._forget(now)
 
     def serving(self, model: str) -> list[Engine]:
-        """Return the healthy engines that can answer for `model`."""
-        return [
+        """Return the healthy engines that can answer for `model`: ready ones, if there are any."""
+        healthy = [
             engine
             for engine in self._engines.values()
             if engine.health.is_healthy and engine.role != "prefill" and engine.serves(model)
         ]
+        return [engine for engine in healthy if not engine.is_unready] or healthy
 
     @property
     def has_healthy(self) -> bool:
@@ -143,6 +144,17 @@ class EngineTable:
             assert url == engine.url, f"{engine.url} is listed under {url}"
             assert engine.namespace_id is None or engine.block_tokens > 0
             engine.health.check_integrity()
+
+    def _announce(self, info: EngineInfo, node_id: NodeId, now: float) -> bool:
+        """Take over what an engine, or its pod, says of it; False if that is refused."""
+        try:
+            _check_printable(info)
+            engine = self.add(info.url, now)
+        except ValueError:
+            self.refused_announcements += 1
+            return False
+        _describe(engine, info, node_id)
+        return True
 
     def _forget(self, now: float) -> None:
         for engine in tuple(self._engines.values()):

@@ -24,6 +24,19 @@ class NodeView(Protocol):
     def engines(self) -> tuple[EngineInfo, ...]: ...
 
 
+class FoundEngine(Protocol):
+    """An engine whose pod was found."""
+
+    @property
+    def node_id(self) -> NodeId: ...
+
+    @property
+    def info(self) -> EngineInfo: ...
+
+    @property
+    def is_ready(self) -> bool: ...
+
+
 class IndexView(Protocol):
     """Called on the router's event loop."""
 
@@ -40,6 +53,10 @@ class IndexView(Protocol):
         """Engines that the index knows from its settings, and their nodes."""
         ...
 
+    def discovered_engines(self) -> Sequence[FoundEngine]:
+        """Engines that run in pods which the index found."""
+        ...
+
 
 class NoIndex:
     """Stands in when no index is configured: every request goes by load."""
@@ -51,4 +68,7 @@ class NoIndex:
         return ()
 
     def configured_engines(self) -> Sequence[tuple[NodeId, EngineInfo]]:
+        return ()
+
+    def discovered_engines(self) -> Sequence[FoundEngine]:
         return ()

@@ -12,6 +12,7 @@ from typing import Any
 
 from emberkv_proto.events import Keys
 from emberkv_proto.types import ChainHits, EngineHit, EngineInfo, NodeHit, NodeId
+from global_index.kube.pods import EnginePod
 from router.app import Router
 from router.config import RouterSection
 from router.view import IndexView
@@ -36,6 +37,7 @@ class HandIndex:
         self.hbm: dict[str, set[int]] = {}
         """Index keys of engines that publish their events, by URL."""
         self.configured: list[tuple[NodeId, EngineInfo]] = []
+        self.found: list[EnginePod] = []
         self.queries = 0
         self.is_broken = False
 
@@ -62,6 +64,9 @@ class HandIndex:
 
     def configured_engines(self) -> Sequence[tuple[NodeId, EngineInfo]]:
         return self.configured
+
+    def discovered_engines(self) -> Sequence[EnginePod]:
+        return self.found
 
     def nodes(self) -> Sequence[HandNode]:
         return self.all
