@@ -12,7 +12,7 @@ import ssl
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,8 +41,8 @@ class ApiError(Exception):
         self.code = code
 
 
-def require_control_plane() -> None:
-    missing = [name for name in PROGRAMS if not (BINARIES / name).is_file()]
+def require_control_plane(programs: Sequence[str] = PROGRAMS) -> None:
+    missing = [name for name in programs if not (BINARIES / name).is_file()]
     if missing:
         pytest.skip(
             f"NOT CHECKED: no {', '.join(missing)} in {BINARIES}; `make kube-control-plane`"
@@ -60,10 +60,14 @@ def wait_until(done: Callable[[], bool], what: str, seconds: float = 60.0) -> No
 
 @dataclass
 class ControlPlane:
-    """Use as a context manager. `api` asks the server, `kubectl` runs the program."""
+    """Use as a context manager. `api` asks the server, `kubectl` runs the program.
+
+    Without the controllers among `programs` nothing happens but what a test does.
+    """
 
     directory: Path
-    _processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    programs: Sequence[str] = PROGRAMS
+    _processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     def __enter__(self) -> ControlPlane:
         self._authority = Authority(self.directory, "ca")
@@ -134,6 +138,31 @@ class ControlPlane:
         # The admission plugin's not-ready taint; who would lift it is the controller left out.
         self.api(f"/api/v1/nodes/{name}", {"spec": {"taints": None}}, "PATCH")
 
+    def token_of(self, account: str, namespace: str = "emberkv") -> str:
+        """As kubelet asks for it, for the account of a pod."""
+        path = f"/api/v1/namespaces/{namespace}/serviceaccounts/{account}/token"
+        request = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": {}}
+        token: str = self.api(path, request)["status"]["token"]
+        return token
+
+    def kill_api_server(self) -> None:
+        """kill -9; etcd goes on."""
+        process = self._processes.pop("kube-apiserver")
+        process.kill()
+        process.wait(20)
+
+    def start_api_server(self) -> None:
+        self._run("kube-apiserver", *self._server_options)
+        wait_until(self._is_ready, "kube-apiserver answers /readyz", START_SECONDS)
+
+    @property
+    def url(self) -> str:
+        return f"https://127.0.0.1:{self._port}"
+
+    @property
+    def ca_file(self) -> Path:
+        return self._files.ca
+
     @property
     def kubeconfig(self) -> Path:
         return self.directory / "kubeconfig"
@@ -166,8 +195,7 @@ class ControlPlane:
         )
         wait_until(lambda: self._etcd_is_healthy(store), "etcd is healthy", START_SECONDS)
         accounts = self._accounts_key()
-        self._run(
-            "kube-apiserver",
+        self._server_options = (
             f"--etcd-servers={store}",
             "--bind-address=127.0.0.1",
             f"--secure-port={self._port}",
@@ -185,7 +213,11 @@ class ControlPlane:
             "--service-cluster-ip-range=10.96.0.0/16",
             f"--cert-dir={self.directory}",
         )
-        wait_until(self._is_ready, "kube-apiserver answers /readyz", START_SECONDS)
+        self.start_api_server()
+        if "kube-scheduler" in self.programs:
+            self._start_controllers(accounts)
+
+    def _start_controllers(self, accounts: Path) -> None:
         own = [
             f"--kubeconfig={self.kubeconfig}",
             "--leader-elect=false",
@@ -221,9 +253,8 @@ class ControlPlane:
             return False
 
     def _check_alive(self) -> None:
-        for process in self._processes:
+        for name, process in self._processes.items():
             if process.poll() is not None:
-                name = Path(str(process.args[0])).name  # type: ignore[index]
                 said = (self.directory / f"{name}.log").read_text(errors="replace")
                 raise AssertionError(f"{name} ended: {said[-2000:]}")
 
@@ -242,17 +273,16 @@ class ControlPlane:
         return bool(self.api("/api/v1/namespaces/default/serviceaccounts")["items"])
 
     def _run(self, name: str, *options: str) -> None:
-        with (self.directory / f"{name}.log").open("wb") as log:
-            self._processes.append(
-                subprocess.Popen(
-                    [str(BINARIES / name), *options], stdout=log, stderr=subprocess.STDOUT
-                )
-            )
+        with (self.directory / f"{name}.log").open("ab") as log:
+            command = [str(BINARIES / name), *options]
+            process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+            self._processes[name] = process
 
     def _stop(self) -> None:
-        for process in reversed(self._processes):
+        processes = [*reversed(self._processes.values())]
+        for process in processes:
             process.terminate()
-        for process in reversed(self._processes):
+        for process in processes:
             _end(process)
 
 

@@ -204,9 +204,7 @@ def test_accounts_may_do_nothing(plane: ControlPlane, release: list[Manifest]) -
 def test_the_token_that_an_account_has_is_refused(
     plane: ControlPlane, release: list[Manifest]
 ) -> None:
-    request = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": {}}
-    path = "/api/v1/namespaces/emberkv/serviceaccounts/emberkv-store/token"
-    token = plane.api(path, request)["status"]["token"]
+    token = plane.token_of("emberkv-store")
     with pytest.raises(ApiError) as refused:
         plane.api("/api/v1/namespaces/emberkv/pods", token=token)
     assert refused.value.code == 403

@@ -20,6 +20,7 @@ PARTS = (
     "networkPolicy",
     "user",
     "image",
+    "discovery",
 )
 # Settings of our own file, and keys of a Secret, that the text names beside the chart's values.
 SETTINGS = {
@@ -28,6 +29,10 @@ SETTINGS = {
     "index.resolve_seconds",
     "index.gone_seconds",
     "index.suspect_seconds",
+    "index.engines",
+    "index.kubernetes.relist_seconds",
+    "index.kubernetes",
+    "index.nodes",
 }
 
 

@@ -15,6 +15,7 @@ import yaml
 from client_sdk.engine.vllm_connector.settings import ConnectorSettings
 from client_sdk.settings import Settings, load_settings
 from global_index.config import IndexSettings
+from global_index.kube.settings import KubernetesSection
 from router.config import RouterSettings
 from store_daemon.config import DaemonSettings
 from tests.helpers.manifests import (
@@ -55,6 +56,15 @@ VALUES: dict[str, Manifest] = {
         "tls": {"secret": "emberkv-tls"},
         "redis": {"url": "rediss://valkey.redis.svc:6379", "passwordSecret": "valkey"},
         "index": {"enabled": True},
+    },
+    "discovered": {
+        "discovery": {
+            "mode": "kubernetes",
+            "engineNamespaces": ["engines", "emberkv"],
+            "nodeLeases": True,
+        },
+        "index": {"enabled": True},
+        "networkPolicy": {"apiServer": [{"ipBlock": {"cidr": "10.0.0.0/24"}}]},
     },
     "least": {
         "store": {"ssd": {"capacityMi": 0}, "prepareHostPaths": False},
@@ -221,11 +231,28 @@ def test_our_code_reads_the_configuration_that_the_chart_writes(
         if any(name.endswith(f"/emberkv-{part}") for name in pod_specs(manifests)):
             settings = effective(manifests, part, tmp_path)
             assert isinstance(settings, RouterSettings | IndexSettings)
-            (name,) = settings.index.names
-            assert (name.host, name.port) == ("emberkv-store.emberkv.svc", ports["grpc"])
+            if values == "discovered":
+                assert settings.index.names == ()
+                assert_finds_the_pods(settings.index.kubernetes, manifests)
+            else:
+                (name,) = settings.index.names
+                assert (name.host, name.port) == ("emberkv-store.emberkv.svc", ports["grpc"])
             index = find(manifests, "Service", "emberkv-index")["spec"]["ports"][0]["port"]
             assert settings.index.port == index
             assert store.daemon.index_address == f"emberkv-index.emberkv.svc:{index}"
+
+
+def assert_finds_the_pods(section: KubernetesSection | None, manifests: list[Manifest]) -> None:
+    """Its selector is what the DaemonSet's pods have, its namespaces are those with a Role."""
+    assert section is not None
+    template = find(manifests, "DaemonSet", "emberkv-store")["spec"]["template"]
+    wanted = dict(pair.split("=") for pair in section.daemons.split(","))
+    assert wanted.items() <= template["metadata"]["labels"].items()
+    assert len(wanted) == 3
+    looked_at = {section.namespace, *section.engine_namespaces}
+    assert section.node_leases
+    roles = {m["metadata"]["namespace"] for m in manifests if m["kind"] == "Role"}
+    assert roles == {*looked_at, "kube-node-lease"}
 
 
 def test_all_paths_of_the_daemon_lie_on_the_node(tmp_path: Path) -> None:
@@ -309,7 +336,8 @@ def test_a_pod_is_given_more_time_to_end_than_it_takes(values: str, tmp_path: Pa
 def test_no_pod_has_rights_that_it_does_not_need(values: str, tmp_path: Path) -> None:
     for name, spec in pod_specs(rendered(values, tmp_path)).items():
         assert not {"hostIPC", "hostPID", "hostNetwork"} & spec.keys()
-        assert spec["automountServiceAccountToken"] is False
+        asks = values == "discovered" and not name.startswith("DaemonSet/")
+        assert spec["automountServiceAccountToken"] is asks
         assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
         for container in containers(spec):
             security = container["securityContext"]
@@ -327,15 +355,49 @@ def test_no_pod_has_rights_that_it_does_not_need(values: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("values", VALUES)
-def test_no_account_has_a_role_and_each_pod_s_account_exists(values: str, tmp_path: Path) -> None:
+def test_roles_grant_what_discovery_asks_and_each_pod_s_account_exists(
+    values: str, tmp_path: Path
+) -> None:
     manifests = rendered(values, tmp_path)
-    assert not [m for m in manifests if m["kind"].endswith(("Role", "RoleBinding"))]
+    assert not [m for m in manifests if m["kind"].startswith("ClusterRole")]
+    rules = [rule for m in manifests if m["kind"] == "Role" for rule in m["rules"]]
+    granted = {(r, v) for rule in rules for r in rule["resources"] for v in rule["verbs"]}
+    if values == "discovered":
+        expected = {(r, v) for r in ("pods", "leases") for v in ("list", "watch")}
+        assert granted == expected
+    else:
+        assert granted == set()
     accounts = {m["metadata"]["name"] for m in manifests if m["kind"] == "ServiceAccount"}
     for name, spec in pod_specs(manifests).items():
         if "vllm" not in name:
             assert spec["serviceAccountName"] in accounts
+    for binding in (m for m in manifests if m["kind"] == "RoleBinding"):
+        assert {subject["name"] for subject in binding["subjects"]} <= accounts
+        space = binding["metadata"]["namespace"]
+        roles = [m["kind"] for m in manifests if _is_at(m, binding["roleRef"]["name"], space)]
+        assert roles == ["Role", "RoleBinding"]
     order = [m["kind"] for m in manifests]
     assert order.index("ServiceAccount") < order.index("DaemonSet")
+
+
+def _is_at(manifest: Manifest, name: str, namespace: str) -> bool:
+    meta = manifest["metadata"]
+    return bool(meta["name"] == name and meta.get("namespace") == namespace)
+
+
+@pytest.mark.parametrize("part", ["router", "index"])
+def test_who_asks_the_api_may_reach_it(part: str, tmp_path: Path) -> None:
+    (policy,) = [
+        m
+        for m in rendered("discovered", tmp_path)
+        if m["kind"] == "NetworkPolicy" and m["metadata"]["name"] == f"emberkv-{part}"
+    ]
+    (rule,) = [
+        r
+        for r in policy["spec"]["egress"]
+        if {"port": 6443, "protocol": "TCP"} in r.get("ports", ())
+    ]
+    assert rule["to"] == [{"ipBlock": {"cidr": "10.0.0.0/24"}}]
 
 
 def test_a_change_of_the_daemon_s_configuration_changes_its_pods_and_no_router(

@@ -11,6 +11,11 @@ app.kubernetes.io/instance: {{ $root.Release.Name }}
 app.kubernetes.io/component: {{ index . 1 }}
 {{- end -}}
 
+{{/* The daemons' pods, as a label selector in one line. */}}
+{{- define "emberkv.storeSelector" -}}
+{{- range $key, $value := include "emberkv.selector" (list . "store") | fromYaml }}{{ if ne $key "app.kubernetes.io/component" }}{{ $key }}={{ $value }},{{ end }}{{ end }}app.kubernetes.io/component=store
+{{- end -}}
+
 {{- define "emberkv.labels" -}}
 {{- $root := index . 0 -}}
 {{ include "emberkv.selector" . }}
@@ -129,7 +134,20 @@ tls_server_name: {{ .Values.tls.serverName | quote }}
 host: 0.0.0.0
 port: {{ int64 .Values.index.ports.grpc }}
 metrics_port: {{ int64 .Values.index.ports.metrics }}
+{{- if eq .Values.discovery.mode "kubernetes" }}
+kubernetes:
+  namespace: {{ .Release.Namespace }}
+  daemons: {{ include "emberkv.storeSelector" . | quote }}
+  {{- with .Values.discovery.engineSelector }}
+  engines: {{ . | quote }}
+  {{- end }}
+  {{- with .Values.discovery.engineNamespaces }}
+  engine_namespaces: {{ toJson . }}
+  {{- end }}
+  node_leases: {{ .Values.discovery.nodeLeases }}
+{{- else }}
 nodes: ["dns:///{{ include "emberkv.storeName" . }}.{{ .Release.Namespace }}.svc:{{ int64 .Values.store.ports.grpc }}"]
+{{- end }}
 log_format: json
 {{- if .Values.tls.secret }}
 {{ include "emberkv.tlsKeys" . }}
