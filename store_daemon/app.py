@@ -278,7 +278,7 @@ class Daemon:
                 self._manager.ready("serving")
 
         operators = operator_calls(servicer, self.stop, reload)
-        grpc.open_to(GrpcParts(publisher, store, address, operators))
+        grpc.open_to(GrpcParts(publisher, store, store, address, operators))
         self._reload = reload
         self.life.state = "serving"
         self._announce(publisher, servicer)

@@ -261,6 +261,18 @@ class RespSection(Section):
         return self
 
 
+class PeersSection(Section):
+    """Copies of blocks that other nodes hold."""
+
+    replicate_after_pulls: Annotated[int, Field(ge=1)] = 2
+    """A block that was pulled so often is kept like one computed here, SSD copy included; until
+    then, or until it is used again here, it is a replica. 1: every pulled block is kept."""
+    replicate_seconds: Seconds = 600.0
+    """Pulls that lie further apart do not count together."""
+    replica_share: Share = 0.5
+    """Part of dram.capacity_bytes that replicas may take before they make room among themselves."""
+
+
 class TenantSection(Section):
     """One tenant's quota."""
 
@@ -275,6 +287,7 @@ class DaemonSettings(Settings):
     ssd: SsdSection = SsdSection()
     events: EventsSection = EventsSection()
     resp: RespSection = RespSection()
+    peers: PeersSection = PeersSection()
     tenants: dict[SaltIdText, TenantSection] = {}  # noqa: RUF012 - copied for each instance
     """Quotas by salt id: the first 16 bytes of BLAKE3 of the cache salt, as 32 hex digits in
     quotes."""

@@ -1,4 +1,4 @@
-"""gRPC carrier of the daemon: events for the index, leases for peers, orders of operators."""
+"""gRPC carrier of the daemon: events for the index, leases for peers, hints, operators' orders."""
 
 from __future__ import annotations
 
@@ -32,9 +32,10 @@ from emberkv_proto.types import Incarnation, NodeReport, Seq
 from emberkv_proto.v1 import common_pb2, index_pb2, index_pb2_grpc, store_pb2, store_pb2_grpc
 from store_daemon.config import DaemonSection
 from store_daemon.grpc_errors import Context, errors_answered
+from store_daemon.hint_server import HintService
 from store_daemon.life import Life
 from store_daemon.operator_server import OperatorCalls, OperatorService
-from store_daemon.ports import PeerStore
+from store_daemon.ports import HintStore, PeerStore
 from store_daemon.publisher import BucketWish, Published, Publisher
 from store_daemon.transport.base import TransportAddress
 from store_daemon.transport.tcp import join_host_port
@@ -42,6 +43,7 @@ from store_daemon.transport.tcp import join_host_port
 log = logging.getLogger(__name__)
 
 MAX_LEASE_SECONDS = 120.0
+MAX_WAIT_SECONDS = 30.0
 MAX_NODE_ID_BYTES = 253
 WRITE_SECONDS = 20.0
 """For one message of a stream; a reader that is stopped for longer subscribes again."""
@@ -53,12 +55,13 @@ class GrpcParts:
 
     publisher: Publisher
     peer_store: PeerStore
+    hints: HintStore
     transport: TransportAddress
     operators: OperatorCalls
 
 
 class GrpcServer:
-    """Serves Events, Peer and Operator on `grpc_host:grpc_port`. Make it on its event loop.
+    """Serves Events, Peer, Hints and Operator on `grpc_host:grpc_port`. Make it on its event loop.
 
     It listens before the daemon has recovered: until `open_to` every call but an operator's Status
     is refused as UNAVAILABLE. A failed call carries the error's gRPC code, its message and, as
@@ -82,6 +85,9 @@ class GrpcServer:
         )
         index_pb2_grpc.add_EventsServicer_to_server(_Events(self._door), self._server)  # type: ignore[no-untyped-call]
         store_pb2_grpc.add_PeerServicer_to_server(_Peer(self._door), self._server)  # type: ignore[no-untyped-call]
+        store_pb2_grpc.add_HintsServicer_to_server(  # type: ignore[no-untyped-call]
+            HintService(lambda: self._door.enter().hints), self._server
+        )
         self._server.add_generic_rpc_handlers((self._operators.handlers(),))
 
     async def start(self) -> str:
@@ -166,8 +172,16 @@ class _Peer(store_pb2_grpc.PeerServicer):
                 )
             if not 0 < len(request.requester) <= MAX_NODE_ID_BYTES:
                 raise InvalidRequestError("requester must be a node id")
+            if not 0 <= request.wait_seconds <= MAX_WAIT_SECONDS:
+                raise InvalidRequestError(
+                    f"wait_seconds {request.wait_seconds} is not in 0..{MAX_WAIT_SECONDS}"
+                )
             grant = await parts.peer_store.peer_acquire(
-                namespace_id_from_wire(request.namespace_id), hashes, seconds, request.requester
+                namespace_id_from_wire(request.namespace_id),
+                hashes,
+                seconds,
+                request.requester,
+                request.wait_seconds,
             )
             return store_pb2.PeerAcquireResponse(
                 lease_id=grant.lease_id,

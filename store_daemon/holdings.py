@@ -22,6 +22,7 @@ from store_daemon.policies import POLICIES
 from store_daemon.ports import EventSink
 from store_daemon.quotas import QuotaEviction
 from store_daemon.recoverable_catalog import RecoverableCatalog
+from store_daemon.replicas import ReplicaLimits, Replicas
 from store_daemon.residency import Told
 from store_daemon.sessions import StagedPart
 from store_daemon.tenants import Tenant, TenantBook
@@ -54,10 +55,12 @@ class Holdings:
         self.counters: Counter[str] = Counter()
         self.measures = Measures()
         self.queue = EvictionQueue(POLICIES[config.policy](), clock, self._count_policy_failure)
+        self.queue.on_reused = self._reused
         self.catalog = RecoverableCatalog(
-            self.queue.offer, self.queue.entered, self.queue.left, self._unlinked
+            self.queue.offer, self.queue.entered, self._left_dram, self._unlinked
         )
         capacity_bytes = pool.slots.total_bytes
+        self.replicas = Replicas(ReplicaLimits(capacity_bytes), clock)
         self.pins = PinBook(int(config.pin_share * capacity_bytes))
         self.lost_pins: list[tuple[NamespaceId, BlockHash]] = []
         """Hard pins whose block is gone, still to be struck from the local index."""
@@ -80,6 +83,10 @@ class Holdings:
         """Rows of blocks that left SSD; the writeback thread drops them."""
         self.on_resident: Callable[[Block], None] = lambda block: None
         """Told of each block that has become resident in DRAM, and of parts that come later."""
+        self.on_own: Callable[[Block], None] = lambda block: None
+        """Told of each replica that has become one of our own."""
+        self.on_reused: Callable[[Block], None] = lambda block: None
+        """Told of each block that was asked for again."""
         self._config = config
         self.sink: EventSink | None = None
         """Where events go; set before the first block."""
@@ -140,6 +147,10 @@ class Holdings:
     @property
     def is_over_watermark(self) -> bool:
         return self.pool.slots.usage > self._config.high_watermark
+
+    @property
+    def is_over_low_watermark(self) -> bool:
+        return self.pool.slots.usage > self._config.low_watermark
 
     def trim(self) -> bool:
         """Evict down to the low watermark, a bounded number of blocks; return whether to go on."""
@@ -309,6 +320,25 @@ class Holdings:
         for block in blocks:
             self.catalog.offer(block)
 
+    def shed_replicas(self, wanted_bytes: int = 0) -> None:
+        """Make replicas, and so many more bytes of them, fit into their share, as far as they may
+        go now."""
+        replicas = self.replicas
+        while replicas.bytes and replicas.bytes + wanted_bytes > replicas.limits.share_bytes:
+            victim = replicas.oldest(self.catalog.is_evictable)
+            if victim is None:
+                return
+            self.counters["shed_replicas"] += 1
+            self.evict(victim)
+
+    def drop_copies(self, passing: Sequence[Block]) -> None:
+        """Free the DRAM of blocks that are on SSD and that nobody but one peer asked for."""
+        for block in reversed(passing):
+            is_idle = block.in_ssd and block.is_saved and not block.uses
+            if is_idle and self.catalog.is_evictable(block):
+                self.evict(block)
+                self.counters["read_through_blocks"] += 1
+
     def publish(self) -> None:
         """Hand the recorded events to the sink, in order."""
         events = self.catalog.drain_events()
@@ -328,8 +358,19 @@ class Holdings:
         asleep = sleeping.bytes_by_salt() if sleeping is not None else {}
         self.tenants.check_integrity(self.catalog.blocks.values(), asleep)
         self.departures.check_integrity(self.catalog.blocks.values())
+        self.replicas.check_integrity()
 
     # ---- inner steps ----
+
+    def _left_dram(self, block: Block) -> None:
+        self.replicas.forget(block)
+        self.queue.left(block)
+
+    def _reused(self, block: Block) -> None:
+        if self.replicas.forget(block):
+            self.counters["kept_replicas"] += 1
+            self.on_own(block)
+        self.on_reused(block)
 
     def _unlinked(self, block: Block) -> None:
         """A block that had to stay has left every tier all the same."""

@@ -21,6 +21,8 @@ LeaseId = NewType("LeaseId", int)
 SessionId = NewType("SessionId", int)
 PEERS = SessionId(0)
 """Holder of the leases that other daemons have."""
+ROUTERS = SessionId(-1)
+"""Holder of the prefetches that routers asked for."""
 REMEMBERED_EXPIRED = 4096
 MAX_LEASES = 4096
 """Most leases that one holder may have; more is a client that forgets to release."""

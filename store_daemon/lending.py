@@ -6,7 +6,6 @@ Runs on the daemon's event loop. `acquire` never waits; `wait` does, for a bound
 from __future__ import annotations
 
 import asyncio
-from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
@@ -17,6 +16,7 @@ from emberkv_proto.hashing import UNKNOWN_CHECKSUM
 from emberkv_proto.types import AcquirePolicy, BlockHash, Source
 from store_daemon.block import Block, StoredNamespace
 from store_daemon.estimates import Estimates
+from store_daemon.expected import Expected
 from store_daemon.holdings import Holdings
 from store_daemon.lease_limit import blocks_that_fit
 from store_daemon.leases import (
@@ -27,7 +27,8 @@ from store_daemon.leases import (
     SessionId,
     readable_parts,
 )
-from store_daemon.ports import PeerGrant, PoolRange, PullTarget
+from store_daemon.peer_ranges import PeerRanges
+from store_daemon.ports import Followed, PeerGrant, PoolRange, PullTarget
 from store_daemon.prefetching import Prefetcher, Scheduled
 from store_daemon.promotion import Promoter
 from store_daemon.pulls import Pulls
@@ -55,15 +56,6 @@ class Readers:
 
     executor: Executor
     threads: int
-
-
-@dataclass(frozen=True, slots=True)
-class _PeerRanges:
-    """What a peer may read, sorted by offset; asked from transport threads."""
-
-    expires_at: float
-    offsets: tuple[int, ...]
-    lengths: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +95,10 @@ class Lender:
         """Who waits for a block to be moved or to come from a peer."""
         self._timers: dict[LeaseId, asyncio.TimerHandle] = {}
         self._waiters: dict[LeaseId, list[asyncio.Future[None]]] = {}
-        self._peer_ranges: dict[int, _PeerRanges] = {}
+        self.peer_ranges = PeerRanges(clock)
+        self._read_through: dict[LeaseId, list[Block]] = {}
+        """Blocks that came from SSD for a peer's lease."""
+        self._expected = Expected()
         self._pulling: dict[LeaseId, asyncio.Task[None]] = {}
         self._weighed: dict[LeaseId, Lease] = {}
         """Leases in motion whose reader would rather compute than wait too long."""
@@ -245,10 +240,11 @@ class Lender:
         hashes: Sequence[BlockHash],
         deadline_seconds: float,
         target: PullTarget,
+        followed: Followed | None = None,
     ) -> Scheduled:
         """Begin to bring a chain into DRAM, without a lease. See `prefetching`."""
         seconds = min(deadline_seconds or DEFAULT_FILL_SECONDS, LONGEST_FILL_SECONDS)
-        return self.prefetches.start(session, namespace, hashes, seconds, target)
+        return self.prefetches.start(session, namespace, hashes, seconds, target, followed)
 
     # ---- peers ----
 
@@ -257,23 +253,33 @@ class Lender:
         namespace: StoredNamespace,
         hashes: Sequence[BlockHash],
         lease_seconds: float,
+        wait_seconds: float = 0.0,
     ) -> PeerGrant:
         """Lease to another daemon what is in DRAM, or comes there from SSD in time.
 
         The blocks stay pinned for `peer_seconds` longer than the peer may begin to read them, so
-        that a read that began in time does not see its slot reused. Only whole blocks travel.
+        that a read that began in time does not see its slot reused. Only whole blocks travel. When
+        the first one is not here, it is waited for, for `wait_seconds`.
+
+        What had to come from SSD is read through: while DRAM is nearly full, it leaves again with
+        the lease, unless somebody else asked for it.
         """
         self.leases.check_room(PEERS)
         self._holdings.catalog.wake(hashes)
         found = self._holdings.catalog.whole_prefix(namespace, hashes)
+        if not found and wait_seconds > 0:
+            await self._expected.wait(hashes[0], wait_seconds)
+            self.leases.check_room(PEERS)
+            found = self._holdings.catalog.whole_prefix(namespace, hashes)
         if not found:
             return PeerGrant(0, 0, namespace.parts, (), ())
         self._holdings.queue.touch(found)
         self._holdings.catalog.touch_parts(found)
-        now = self._clock()
+        began = self._clock()
         held = lease_seconds + self._times.peer_seconds
         lease = self._grant(PEERS, namespace, hashes, [*found], held)
         if not lease.is_complete:
+            self._read_through[lease.id] = [b for b in found if not b.in_dram]
             seconds = min(lease_seconds, self._times.peer_seconds) / 2
             self._fill(lease, seconds)
             self._holdings.publish()
@@ -289,12 +295,7 @@ class Lender:
         if not slots:
             self.release(PEERS, lease.id)
             return PeerGrant(0, 0, namespace.parts, (), ())
-        by_offset = sorted(slots, key=lambda slot: slot.offset)
-        self._peer_ranges[lease.id] = _PeerRanges(
-            now + lease_seconds,
-            tuple(slot.offset for slot in by_offset),
-            tuple(slot.payload_bytes for slot in by_offset),
-        )
+        self.peer_ranges.allow(lease.id, slots, began + lease_seconds - self._clock())
         self._holdings.counters["peer_granted_blocks"] += len(ready)
         return PeerGrant(
             lease.id,
@@ -318,14 +319,6 @@ class Lender:
         """Somebody reads blocks that were committed without: the next reader can verify them."""
         self._with_checksums([*filter(None, lease.blocks[: lease.ready])])
 
-    def may_read(self, lease_id: int, offset: int, length: int) -> bool:
-        """From any thread: whether the range lies within one part of a live peer lease."""
-        ranges = self._peer_ranges.get(lease_id)
-        if ranges is None or self._clock() >= ranges.expires_at or length < 0:
-            return False
-        at = bisect_right(ranges.offsets, offset) - 1
-        return at >= 0 and offset + length <= ranges.offsets[at] + ranges.lengths[at]
-
     # ---- the end ----
 
     async def close(self) -> None:
@@ -344,8 +337,10 @@ class Lender:
         live = {lease.id for lease in self.leases}
         assert set(self._timers) <= live
         assert set(self._waiters) <= live
-        assert set(self._peer_ranges) <= live
+        self.peer_ranges.check_integrity(live)
         assert set(self._pulling) <= live
+        assert set(self._read_through) <= live
+        self._expected.check_integrity()
         assert set(self._weighed) <= set(self._timers)
         for lease in self.leases:
             assert lease.is_complete or lease.id in self._timers, "a fill without a deadline"
@@ -355,6 +350,7 @@ class Lender:
 
     def block_arrived(self, block: Block) -> None:
         """A block became readable in DRAM, by whatever way."""
+        self._expected.arrived(block.hash)
         if block.hash not in self._interest:
             return
         for awaited in self._interest.pop(block.hash):
@@ -557,7 +553,7 @@ class Lender:
 
     def _close(self, lease: Lease) -> None:
         """What every way a lease can end does."""
-        self._peer_ranges.pop(lease.id, None)
+        self.peer_ranges.end(lease.id)
         self._stop_filling(lease)
         if lease.id in self._pulling:
             self._stop_pulling(lease)
@@ -566,6 +562,9 @@ class Lender:
             self._withdraw(held)
         self._holdings.unpin(held)
         self._wake(lease)
+        passing = self._read_through.pop(lease.id, None)
+        if passing and self._holdings.is_over_low_watermark:
+            self._holdings.drop_copies(passing)
 
     def _stop_pulling(self, lease: Lease) -> None:
         """Nobody waits for the peer's blocks any more; what has landed stays."""

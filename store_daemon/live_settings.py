@@ -31,6 +31,9 @@ LIVE: Mapping[str, str] = {
     "ssd.queue_blocks": "for the next block",
     "ssd.write_bytes_per_second": "for the next batch",
     "ssd.scrub_bytes_per_second": "at the next step",
+    "peers.replicate_after_pulls": "for the next block that comes",
+    "peers.replicate_seconds": "for the next block that comes",
+    "peers.replica_share": "at once",
 }
 """Key -> when a change of it takes effect. Everything else needs a restart."""
 LIVE_SECTIONS: Mapping[str, str] = {

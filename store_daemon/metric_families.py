@@ -47,6 +47,8 @@ def families(sources: MetricSources) -> Iterator[Metric]:
     yield from _tenants(sources.store)
     yield from _histograms(sources.store.holdings.measures)
     yield from _index(sources.index)
+    replicas = sources.store.holdings.replicas
+    yield _gauge("replica_bytes", "DRAM that replicas of others' blocks take.", replicas.bytes)
     if sources.puller is not None:
         yield from _peers(sources.puller)
 
@@ -166,6 +168,22 @@ def _peers(puller: PeerPuller) -> Iterator[Metric]:
     yield _counter(
         "unheld_pulls", "Pulls for which no peer holds the first block.", counters.unheld
     )
+    yield _counter(
+        "shared_pull_blocks",
+        "Blocks that were wanted while another pull was bringing them.",
+        counters.shared_blocks,
+    )
+    yield _counter(
+        "followed_blocks",
+        "Blocks that came from a node while it computed them.",
+        counters.followed_blocks,
+    )
+    by_peer = CounterMetricFamily(
+        PREFIX + "peer_bytes", "Bytes that came from peers, by peer.", labels=["peer"]
+    )
+    for node_id, count in sorted(counters.from_peer.items()):
+        by_peer.add_metric([node_id], count)
+    yield by_peer
     failures = CounterMetricFamily(
         PREFIX + "pull_failures", "Pulls that failed, by reason.", labels=["reason"]
     )

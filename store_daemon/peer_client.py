@@ -53,8 +53,9 @@ class PeerClient:
         hashes: Sequence[BlockHash],
         lease_seconds: float,
         timeout_seconds: float,
+        wait_seconds: float = 0.0,
     ) -> RemoteGrant:
-        """Lease the leading blocks that the peer has.
+        """Lease the leading blocks that the peer has; wait so long for it to have the first one.
 
         Raises:
             InvalidRequestError: the answer does not fit the namespace or the question.
@@ -65,10 +66,11 @@ class PeerClient:
             hashes=hashes_to_wire(hashes),
             lease_seconds=lease_seconds,
             requester=self._node_id,
+            wait_seconds=wait_seconds,
         )
         faults.hit(faults.PEER_LEASE)
         with self._calling(address) as stub:
-            response = await stub.Acquire(request, timeout=timeout_seconds)
+            response = await stub.Acquire(request, timeout=timeout_seconds + wait_seconds)
         return _grant_from_wire(response, namespace, len(hashes))
 
     async def release(self, address: str, lease_id: int, timeout_seconds: float) -> None:

@@ -77,9 +77,9 @@ class PeerHealth:
         self._bytes_per_second = speed if known is None else known + weight * (speed - known)
         self._measured_at = now
 
-    def estimate_seconds(self, wanted_bytes: int, now: float) -> float:
-        """How long the peer would take to send so much."""
-        return wanted_bytes / (self._known_speed(now) or self._limits.assumed_bytes_per_second)
+    def bytes_per_second(self, now: float) -> float:
+        """How fast the peer sends, as measured or assumed."""
+        return self._known_speed(now) or self._limits.assumed_bytes_per_second
 
     def check_integrity(self) -> None:
         """Assert that the breaker is open exactly from enough failures on."""

@@ -56,9 +56,9 @@ class PeerTransfers:
         room: PullRoom,
         hashes: Sequence[BlockHash],
         deadline: float,
-        landed: list[BlockHash],
+        on_landed: Callable[[BlockHash], None],
     ) -> None:
-        """Fill and land the room's blocks in order, adding each to `landed`.
+        """Fill and land the room's blocks in order, telling of each.
 
         However it ends, cancelled included, no thread writes into the room afterwards.
 
@@ -88,12 +88,12 @@ class PeerTransfers:
                 left = max(0.0, deadline - self._clock())
                 await asyncio.wait({read.ended}, timeout=left)
                 if not read.ended.done():
-                    raise DeadlineError(f"{len(landed)} blocks came before the deadline")
+                    raise DeadlineError(f"{read.blocks[0]} blocks came before the deadline")
                 good = read.ended.result()
                 reads.popleft()
                 for block in read.blocks[:good]:
                     room.land(block, remote.block_checksums(block))
-                    landed.append(hashes[block])
+                    on_landed(hashes[block])
                 if good < len(read.blocks):
                     raise CorruptionError(
                         f"block {read.blocks[good]} from {remote.source.address}"

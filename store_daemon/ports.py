@@ -8,7 +8,7 @@ from typing import Protocol
 
 from emberkv_proto.events import Event, Keys
 from emberkv_proto.layout import Namespace
-from emberkv_proto.types import BlockHash, NamespaceId, SaltId, Tier, TierDigest
+from emberkv_proto.types import BlockHash, NamespaceId, NodeId, SaltId, Tier, TierDigest
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,10 @@ class PeerStore(Protocol):
         hashes: Sequence[BlockHash],
         lease_seconds: float,
         requester: str,
-    ) -> PeerGrant: ...
+        wait_seconds: float = 0.0,
+    ) -> PeerGrant:
+        """Lease the leading blocks; wait so long for the first one if it is not here."""
+        ...
 
     def peer_release(self, lease_id: int) -> None: ...
 
@@ -101,6 +104,43 @@ class PullRoom(Protocol):
     def close(self) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Followed:
+    """A node on which a chain is being computed, and how long its next block is waited for."""
+
+    node_id: NodeId
+    patience_seconds: float
+
+
+class Hinted(Protocol):
+    """A chain that is being brought into DRAM for a router. Used on the event loop."""
+
+    scheduled_blocks: int
+
+    @property
+    def is_done(self) -> bool: ...
+
+    def readable_blocks(self) -> int: ...
+
+    async def ended(self, timeout_seconds: float) -> None: ...
+
+    def cancel(self) -> None: ...
+
+
+class HintStore(Protocol):
+    """What the server for routers asks of the store."""
+
+    def hint(
+        self,
+        namespace_id: NamespaceId,
+        hashes: Sequence[BlockHash],
+        deadline_seconds: float,
+        followed: Followed | None,
+    ) -> Hinted:
+        """Begin to bring a chain. Raises DrainingError, UnknownNamespaceError."""
+        ...
+
+
 class Puller(Protocol):
     """Brings blocks from other nodes into the pool."""
 
@@ -112,8 +152,20 @@ class Puller(Protocol):
         target: PullTarget,
         deadline_seconds: float,
     ) -> int:
-        """Land the longest leading run of `hashes` that one peer holds; return how many blocks.
+        """Land as many leading blocks of `hashes` as peers hold; return how many.
 
         Never raises for a dead, slow or lying peer: that is 0 (or a shorter run) and a counter.
         """
+        ...
+
+    async def follow(
+        self,
+        followed: Followed,
+        namespace: Namespace,
+        parent: BlockHash | None,
+        hashes: Sequence[BlockHash],
+        target: PullTarget,
+        deadline_seconds: float,
+    ) -> int:
+        """As `pull`, from one node that gets the blocks only now; its patience ends it too."""
         ...

@@ -18,7 +18,7 @@ from store_daemon.block import Block, StoredNamespace
 from store_daemon.holdings import Holdings
 from store_daemon.leases import SessionId
 from store_daemon.needs import Needs
-from store_daemon.ports import PullTarget
+from store_daemon.ports import Followed, PullTarget
 from store_daemon.promotion import Promoter
 from store_daemon.pulls import Pulls
 
@@ -53,6 +53,7 @@ class _Prefetch:
     moving: dict[Block, int] = field(default_factory=dict)
     """Blocks in motion, and their numbers."""
     pull: asyncio.Task[None] | None = None
+    over: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class Prefetcher:
@@ -93,8 +94,12 @@ class Prefetcher:
         hashes: Sequence[BlockHash],
         seconds: float,
         target: PullTarget,
+        followed: Followed | None = None,
     ) -> Scheduled:
-        """Begin to bring a chain from SSD and, where there are any, from peers. O(len(hashes))."""
+        """Begin to bring a chain from SSD and, where there are any, from peers. O(len(hashes)).
+
+        What is missing comes from the node that is `followed`, while it makes it, if one is named.
+        """
         self._holdings.catalog.wake(hashes)
         found = self._holdings.catalog.usable_prefix(namespace, hashes)
         self._holdings.queue.touch(found)
@@ -109,7 +114,7 @@ class Prefetcher:
         if missing:
             parent = hashes[len(found) - 1] if found else None
             prefetch.pull = self._pulls.start(
-                self._pull(prefetch, namespace, parent, missing, target, seconds)
+                self._pull(prefetch, namespace, parent, missing, target, seconds, followed)
             )
         self._advance(prefetch)
         self._holdings.publish()
@@ -132,6 +137,11 @@ class Prefetcher:
         if prefetch is not None:
             self._advance(prefetch)
             self._holdings.publish()
+
+    def over(self, prefetch_id: PrefetchId) -> asyncio.Event | None:
+        """Set when the prefetch has ended; None when it has already, or never was."""
+        prefetch = self._prefetches.get(prefetch_id)
+        return prefetch.over if prefetch is not None else None
 
     def cancel(self, session: SessionId, prefetch_id: int) -> None:
         """Stop what has not begun to move. One that ended, or is another's, is no error."""
@@ -266,9 +276,14 @@ class Prefetcher:
         missing: Sequence[BlockHash],
         target: PullTarget,
         seconds: float,
+        followed: Followed | None,
     ) -> None:
+        pulls = self._pulls
         try:
-            await self._pulls.run(namespace, parent, missing, target, seconds)
+            if followed is None:
+                await pulls.run(namespace, parent, missing, target, seconds)
+            else:
+                await pulls.follow(followed, namespace, parent, missing, target, seconds)
         finally:
             prefetch.pull = None
             if prefetch.id in self._prefetches:
@@ -282,6 +297,7 @@ class Prefetcher:
     def _end(self, prefetch: _Prefetch) -> None:
         """Moves that a thread has begun go on, and hold their blocks themselves."""
         del self._prefetches[prefetch.id]
+        prefetch.over.set()
         mine = self._by_session[prefetch.session]
         mine.remove(prefetch.id)
         if not mine:

@@ -11,7 +11,7 @@ from emberkv_proto.types import BlockHash
 from store_daemon.bandwidth import ReadSpeed
 from store_daemon.block import StoredNamespace
 from store_daemon.holdings import Holdings
-from store_daemon.ports import Puller, PullTarget
+from store_daemon.ports import Followed, Puller, PullTarget
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +45,19 @@ class Pulls:
         if landed:
             took_seconds = time.perf_counter() - began
             self.speed.measured(landed * namespace.block_bytes, took_seconds, self._clock())
+
+    async def follow(
+        self,
+        followed: Followed,
+        namespace: StoredNamespace,
+        parent: BlockHash | None,
+        hashes: Sequence[BlockHash],
+        target: PullTarget,
+        seconds: float,
+    ) -> None:
+        """Land what comes of the run while the followed node makes it. As `run`."""
+        assert self.puller is not None
+        await self.puller.follow(followed, namespace.namespace, parent, hashes, target, seconds)
 
     def start(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         """Let `work`, which ends by its own deadline, run beside the calls."""

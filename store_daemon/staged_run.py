@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from emberkv_proto.errors import InvalidRequestError
 from emberkv_proto.types import BlockHash
@@ -14,9 +14,12 @@ from store_daemon.tiers.slots import Slot
 
 
 class StagedRun:
-    """Implements `ports.PullRoom` over staged slots."""
+    """Implements `ports.PullRoom` over staged slots. `lands`: told of each block before it does."""
 
-    def __init__(self, holdings: Holdings) -> None:
+    def __init__(
+        self, holdings: Holdings, lands: Callable[[Block], None] = lambda block: None
+    ) -> None:
+        self._lands = lands
         self._ranges: list[Sequence[PoolRange]] = []
         self.ranges: Sequence[Sequence[PoolRange]] = self._ranges
         self._holdings = holdings
@@ -44,6 +47,7 @@ class StagedRun:
             raise InvalidRequestError(f"block {block} of a pull landed twice or with wrong parts")
         self._slots[block] = None
         own = self._blocks[block]
+        self._lands(own)
         required = own.namespace.required
         # Required parts last: who waits for the block finds it whole.
         for part in sorted(slots, key=required.__contains__):

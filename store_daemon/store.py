@@ -11,7 +11,6 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import zip_longest
 
 from emberkv_proto.errors import (
     DrainingError,
@@ -33,23 +32,25 @@ from emberkv_proto.types import (
     Tier,
     TierDigest,
 )
+from store_daemon.arrivals import Arrivals, ReplicaArrivals
 from store_daemon.block import Block, StoredNamespace
 from store_daemon.config import DaemonSettings
 from store_daemon.departures import patience_seconds
+from store_daemon.hinted import HintedChain
 from store_daemon.holdings import Holdings
 from store_daemon.leases import PEERS as PEERS
-from store_daemon.leases import Lease, LeaseId, SessionId
+from store_daemon.leases import ROUTERS, Lease, LeaseId, SessionId
 from store_daemon.lending import Lender, LendingTimes, Readers
 from store_daemon.limbo import Limbo
 from store_daemon.local_index import LocalIndex
 from store_daemon.namespaces import NamespaceBook
 from store_daemon.operations import Operations
-from store_daemon.ports import EventSink, PeerGrant, Puller, PullRoom
+from store_daemon.ports import EventSink, Followed, PeerGrant, Puller
 from store_daemon.prefetching import NOTHING, Scheduled
 from store_daemon.quotas import change_quotas, tenants_of
+from store_daemon.replicas import ReplicaLimits
 from store_daemon.scrubbing import Scrubbing
 from store_daemon.sessions import Probed, Session, Staged, StagedPart, count_states
-from store_daemon.staged_run import StagedRun
 from store_daemon.staging import grant_slots
 from store_daemon.take_over import take_over_pool, take_over_rows
 from store_daemon.tier_state import TierState, tier_states
@@ -65,7 +66,7 @@ RECOVERED_A_TURN = 1024
 
 
 class BlockStore:
-    """Implements `ports.Residency`, `ports.PeerStore` and `ports.PullTarget`.
+    """Implements `ports.Residency` and `ports.PeerStore`.
 
     Build it inside the running loop, `set_sink`, `recover`, then `start`; `close` ends it. The
     pool, the SSD tier and the index stay the caller's to close afterwards.
@@ -83,6 +84,7 @@ class BlockStore:
             settings.dram, pool, clock, tenants_of(settings), patience_seconds(settings.ssd)
         )
         self.holdings.on_resident = self._became_resident
+        self.holdings.replicas.limits = _replica_limits(settings, pool)
         self.sessions: dict[SessionId, Session] = {}
         self.is_draining = False
         self._settings = settings
@@ -96,6 +98,10 @@ class BlockStore:
         readers = Readers(self._readers, settings.ssd.io_threads)
         self.lender = Lender(self.holdings, ssd, readers, times, clock)
         self.lender.limit_bytes = int(settings.daemon.lease_share * pool.slots.total_bytes)
+        self.arrivals = Arrivals(self.holdings, namespaces, self._trim_soon)
+        self.replica_arrivals = ReplicaArrivals(self.holdings, namespaces, self._trim_soon)
+        """Room for blocks that peers send."""
+        self.holdings.on_own = self._save_own
         self.writeback: WritebackQueue | None = None
         self.scrubbing: Scrubbing | None = None
         if ssd is not None:
@@ -161,11 +167,11 @@ class BlockStore:
 
     def drain(self) -> None:
         """Take no new sessions, stages or reads; finish what was begun."""
-        self.is_draining = True
+        self.is_draining = self.arrivals.is_closed = self.replica_arrivals.is_closed = True
 
     async def close(self, flush_seconds: float) -> None:
         """End leases and moves, write back what is queued within `flush_seconds`, stop threads."""
-        self.is_draining = True
+        self.drain()
         for session in list(self.sessions.values()):
             self.end_session(session)
         await self.lender.close()
@@ -198,6 +204,7 @@ class BlockStore:
         self.lender.set_times(LendingTimes(daemon.lease_seconds, daemon.peer_timeout_seconds))
         self.lender.limit_bytes = int(daemon.lease_share * self.holdings.pool.slots.total_bytes)
         self.holdings.reconfigure(settings.dram)
+        self.holdings.replicas.limits = _replica_limits(settings, self.holdings.pool)
         change_quotas(self.holdings.tenants, self._settings, settings)
         if self.writeback is not None and self.scrubbing is not None:
             self.writeback.reconfigure(settings.ssd)
@@ -347,7 +354,13 @@ class BlockStore:
         if self.is_draining:
             raise DrainingError("the daemon is shutting down and lends no more")
         return self.lender.acquire(
-            session.id, session.own, hashes, policy, deadline_seconds, self, recompute_seconds
+            session.id,
+            session.own,
+            hashes,
+            policy,
+            deadline_seconds,
+            self.replica_arrivals,
+            recompute_seconds,
         )
 
     async def wait(
@@ -373,7 +386,9 @@ class BlockStore:
     ) -> Scheduled:
         if self.is_draining:
             return NOTHING
-        return self.lender.prefetch(session.id, session.own, hashes, deadline_seconds, self)
+        return self.lender.prefetch(
+            session.id, session.own, hashes, deadline_seconds, self.replica_arrivals
+        )
 
     def cancel_prefetch(self, session: Session, prefetch_id: int) -> None:
         """Stop what a prefetch has not begun to move. One that ended is no error."""
@@ -381,6 +396,25 @@ class BlockStore:
         self.holdings.publish()
 
     # ---- ports ----
+
+    def hint(
+        self,
+        namespace_id: NamespaceId,
+        hashes: Sequence[BlockHash],
+        deadline_seconds: float,
+        followed: Followed | None,
+    ) -> HintedChain:
+        """Begin to bring a chain for a router. Raises DrainingError, UnknownNamespaceError."""
+        if self.is_draining:
+            raise DrainingError("the daemon is shutting down and prefetches no more")
+        namespace = self._namespaces.known(namespace_id)
+        # What is handed over is computed for this node: it is nobody's replica.
+        target = self.replica_arrivals if followed is None else self.arrivals
+        scheduled = self.lender.prefetch(
+            ROUTERS, namespace, hashes, deadline_seconds, target, followed
+        )
+        self.holdings.counters["handovers" if followed else "hints"] += 1
+        return HintedChain(self.holdings, self.lender.prefetches, namespace, hashes, scheduled)
 
     def resident_keys(self, tier: Tier) -> Keys:
         return self.holdings.catalog.resident_keys(tier)
@@ -398,12 +432,13 @@ class BlockStore:
         hashes: Sequence[BlockHash],
         lease_seconds: float,
         requester: str,
+        wait_seconds: float = 0.0,
     ) -> PeerGrant:
         """Raises DrainingError, UnknownNamespaceError."""
         if self.is_draining:
             raise DrainingError("the daemon is shutting down and lends no more")
         namespace = self._namespaces.known(namespace_id)
-        grant = await self.lender.peer_acquire(namespace, hashes, lease_seconds)
+        grant = await self.lender.peer_acquire(namespace, hashes, lease_seconds, wait_seconds)
         log.debug("peer lease: to=%s blocks=%d", requester, grant.usable_blocks)
         return grant
 
@@ -413,35 +448,10 @@ class BlockStore:
             self.lender.release(PEERS, LeaseId(lease_id))
         except LeaseExpiredError:
             log.debug("peer lease %d was released after it ran out", lease_id)
+        self.holdings.publish()
 
     def may_read(self, lease_id: int, offset: int, length: int) -> bool:
-        return self.lender.may_read(lease_id, offset, length)
-
-    def allot(
-        self,
-        namespace: Namespace,
-        parent: BlockHash | None,
-        hashes: Sequence[BlockHash],
-        salt_ids: Sequence[SaltId | None] = (),
-    ) -> PullRoom:
-        """Stage the leading blocks that are nowhere here yet and for which there is room."""
-        own = self._namespaces.enter(namespace)
-        self.holdings.catalog.wake(hashes)
-        run = StagedRun(self.holdings)
-        self.holdings.queue.next_access()
-        for block_hash, salt_id in zip_longest(hashes, salt_ids[: len(hashes)]):
-            if block_hash in self.holdings.catalog.blocks or self.is_draining:
-                break
-            tenant = self.holdings.tenants.of(salt_id)
-            slots = self.holdings.take_all(own, range(own.parts), tenant)
-            if slots is None:
-                self.holdings.counters["no_space_pulls"] += 1
-                break
-            run.add(own, block_hash, parent, slots, tenant)
-            parent = block_hash
-        self.holdings.publish()
-        self._trim_soon()
-        return run
+        return self.lender.peer_ranges.may_read(lease_id, offset, length)
 
     # ---- asking ----
 
@@ -511,6 +521,10 @@ class BlockStore:
 
     def _became_resident(self, block: Block) -> None:
         self.lender.block_arrived(block)
+        if not self.holdings.replicas.is_replica(block):
+            self._save_own(block)
+
+    def _save_own(self, block: Block) -> None:
         if self.writeback is not None:
             self.writeback.committed(block)
 
@@ -532,6 +546,7 @@ class BlockStore:
         self.lender.expire()
         self.lender.reconsider()
         self.holdings.expire_pins(now)
+        self.holdings.shed_replicas()
         self.operations.forget_lost_pins()
         if self.writeback is not None:
             self.writeback.retry(now)
@@ -553,3 +568,12 @@ class BlockStore:
         while True:
             await asyncio.sleep(TICK_SECONDS)
             self.tick()
+
+
+def _replica_limits(settings: DaemonSettings, pool: Pool) -> ReplicaLimits:
+    peers = settings.peers
+    return ReplicaLimits(
+        int(peers.replica_share * pool.slots.total_bytes),
+        peers.replicate_after_pulls,
+        peers.replicate_seconds,
+    )

@@ -80,7 +80,7 @@ class WritebackQueue:
         self._retries = Retries(config.queue_blocks)
         holdings.is_being_saved = self.is_being_saved
         if self._mode == "on_reuse":
-            holdings.queue.on_reused = self._reused
+            holdings.on_reused = self._reused
         self._wake = asyncio.Event()
         self._is_closing = False
         self._piece_bytes = ssd.segment_bytes // 4
@@ -120,6 +120,8 @@ class WritebackQueue:
     def is_being_saved(self, victim: Block) -> bool:
         """Whether a victim's SSD copy is on its way; in mode on_evict it is ordered now."""
         if victim.is_saved or not victim.in_dram or self._is_closing:
+            return False
+        if self._holdings.replicas.is_replica(victim):
             return False
         if not self._ssd.is_writable or self._must_wait:
             return False

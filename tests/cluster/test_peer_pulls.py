@@ -10,11 +10,13 @@ from dataclasses import dataclass
 
 import pytest
 
-from emberkv_proto.types import BlockHash, Incarnation, NodeHit, NodeId
+from emberkv_proto.types import BlockHash, Incarnation, NodeId
 from store_daemon.failed_fetches import FailedFetches
 from store_daemon.peer_health import HealthLimits
 from store_daemon.peer_transfer import TransferLimits
-from store_daemon.peers import PeerPuller, PullLimits, best_hit
+from store_daemon.peers import PeerPuller, PullLimits
+from store_daemon.ports import Followed
+from store_daemon.pull_plan import PullCosts
 from store_daemon.transport.tcp import ReadLimits, TcpTransport
 from tests.helpers.anonymous_pool import AnonymousPool
 from tests.helpers.peer_doubles import (
@@ -218,9 +220,9 @@ async def test_another_holder_is_asked_when_the_best_one_failed(here: Here) -> N
         port = listener.getsockname()[1]
     here.index.holds("gone", f"127.0.0.1:{port}", [*here.hashes, *chain(NAMESPACE, 1, seed=5)])
     wanted = [*here.hashes, *chain(NAMESPACE, 1, seed=5)]
-    assert await here.puller.pull(NAMESPACE, None, wanted, here.target, 2.0) == 0
     assert await here.puller.pull(NAMESPACE, None, wanted, here.target, 5.0) == BLOCKS
     assert here.failures == {"unavailable": 1}
+    assert here.puller.counters.pulls == 2
 
 
 async def test_silent_peer_ends_with_the_deadline(here: Here) -> None:
@@ -331,14 +333,149 @@ async def test_restarted_owner_is_pulled_from_under_its_new_incarnation(here: He
         await assert_no_lease_is_left(reborn)
 
 
-def test_best_hit_is_the_longest_then_the_fastest() -> None:
-    hits = [
-        NodeHit(NodeId("a"), 5, 0, 5),
-        NodeHit(NodeId("b"), 5, 4, 1),
-        NodeHit(NodeId("c"), 9, 9, 0),
-        NodeHit(NodeId("d"), 0, 0, 0),
-    ]
-    everyone = {hit.node_id for hit in hits}
-    assert best_hit(hits, everyone) == hits[2]
-    assert best_hit(hits, everyone - {NodeId("c")}) == hits[1]
-    assert best_hit(hits, {NodeId("d")}) is None
+async def test_what_one_owner_lacks_comes_from_another(here: Here) -> None:
+    with peer_node(NAMESPACE) as second:
+        second.store.put(here.hashes)
+        here.owner.store.forget(here.hashes[15:])  # and the index does not know it yet
+        here.index.holds("second", second.grpc_address, here.hashes[:30])
+        assert await here.pull() == 30
+        assert list(here.target.landed) == here.hashes[:30]
+        assert here.puller.counters.from_peer.keys() == {NodeId("peer"), NodeId("second")}
+        await assert_no_lease_is_left(second)
+
+
+async def test_owner_that_has_it_in_dram_goes_before_one_that_has_more_of_it_on_ssd(
+    here: Here,
+) -> None:
+    limits = PullLimits(costs=PullCosts(ssd_bytes_per_second=1e6, setup_seconds=0.0))
+    here.puller._limits = limits
+    here.index.ssd_only = {NodeId("peer")}
+    with peer_node(NAMESPACE) as second:
+        second.store.put(here.hashes[:30])
+        here.index.holds("second", second.grpc_address, here.hashes[:30])
+        assert await here.pull() == BLOCKS
+        block_bytes = sum(NAMESPACE.part_bytes(part) for part in range(NAMESPACE.parts))
+        assert here.puller.counters.from_peer == {
+            NodeId("second"): 30 * block_bytes,
+            NodeId("peer"): 10 * block_bytes,
+        }
+        await assert_no_lease_is_left(second)
+
+
+def small_windows(here: Here, blocks: int) -> None:
+    here.puller._limits = PullLimits(
+        nodes_seconds=0.01,
+        lease_bytes=1,
+        least_lease_blocks=blocks,
+        failed_block_seconds=0.0,
+        failed_peer_seconds=0.0,
+        longest_wait_seconds=0.1,
+    )
+
+
+async def test_long_run_is_leased_in_windows_the_next_one_while_the_last_is_read(
+    here: Here,
+) -> None:
+    small_windows(here, 6)
+    store = here.owner.store
+
+    def wait_for_the_next_lease() -> None:
+        deadline = time.monotonic() + 10.0
+        while len(store.leases) < 2 and store.granted < 7:
+            assert time.monotonic() < deadline, "nothing is leased ahead"
+            time.sleep(0.001)
+
+    store.may_read_hook = wait_for_the_next_lease
+    assert await here.pull() == BLOCKS
+    assert list(here.target.landed) == here.hashes
+    assert here.target.parents == [None, *here.hashes[5:BLOCKS:6]][: len(here.target.parents)]
+    assert store.granted == 7
+    assert here.puller.counters.pulls == 1
+
+
+async def test_window_that_was_leased_ahead_is_given_back_when_the_pull_fails(here: Here) -> None:
+    small_windows(here, 6)
+    here.owner.store.lies = {here.hashes[3]}
+    assert await here.pull() == 3
+    assert here.failures == {"checksum": 1}
+    await assert_no_lease_is_left(here.owner)
+
+
+async def test_who_wants_the_end_of_a_run_in_flight_waits_for_it(here: Here) -> None:
+    here.owner.store.may_read_hook = lambda: time.sleep(0.002)
+    first = asyncio.create_task(here.pull())
+    while not here.target.landed:  # noqa: ASYNC110
+        await asyncio.sleep(0.002)
+    tail = here.hashes[20:]
+    landed = await here.puller.pull(NAMESPACE, here.hashes[19], tail, here.target, 20.0)
+    assert landed == len(tail)
+    assert await first == BLOCKS
+    assert here.puller.counters.pulled_blocks == BLOCKS, "a block came twice"
+    assert here.puller.counters.shared_blocks == len(tail)
+    assert here.owner.store.granted == 1
+
+
+async def follow(here: Here, patience: float = 5.0, deadline: float = 10.0) -> int:
+    followed = Followed(NodeId("peer"), patience)
+    return await here.puller.follow(followed, NAMESPACE, None, here.hashes, here.target, deadline)
+
+
+async def test_followed_node_s_blocks_come_while_it_makes_them(here: Here) -> None:
+    here.owner.store.forget(here.hashes)
+    following = asyncio.create_task(follow(here))
+    for first in range(0, BLOCKS, 10):
+        here.owner.store.put(here.hashes[first : first + 10])
+        deadline = time.monotonic() + 5.0
+        while len(here.target.landed) < first + 10:
+            assert time.monotonic() < deadline, "what was made did not come"
+            await asyncio.sleep(0.005)
+    assert await following == BLOCKS
+    assert here.puller.counters.followed_blocks == BLOCKS
+    assert here.index.queries == 0
+    assert not here.failures
+
+
+async def test_followed_node_that_makes_no_more_is_left_after_its_patience(here: Here) -> None:
+    small_windows(here, 8)
+    here.owner.store.forget(here.hashes[12:])
+    with took_at_most(5.0):
+        assert await follow(here, patience=0.3) == 12
+    assert here.failures == {"unfollowable": 1}
+
+
+async def test_followed_node_that_is_not_known_or_dead_is_a_miss(here: Here) -> None:
+    followed = Followed(NodeId("nobody"), 5.0)
+    with took_at_most(5.0):
+        landed = await here.puller.follow(followed, NAMESPACE, None, here.hashes, here.target, 10.0)
+        assert landed == 0
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            port = listener.getsockname()[1]
+        here.index.addresses[NodeId("peer")] = f"127.0.0.1:{port}"
+        await asyncio.sleep(0.02)
+        assert await follow(here) == 0
+    assert here.failures == {"unfollowable": 1, "unavailable": 1}
+
+
+async def test_pull_waits_for_blocks_that_are_followed(here: Here) -> None:
+    here.owner.store.forget(here.hashes[10:])
+    following = asyncio.create_task(follow(here))
+    await asyncio.sleep(0.05)
+    wanted = here.hashes[10:]
+    pulling = asyncio.create_task(
+        here.puller.pull(NAMESPACE, here.hashes[9], wanted, here.target, 10.0)
+    )
+    await asyncio.sleep(0.05)
+    assert not pulling.done()
+    here.owner.store.put(wanted)
+    assert await pulling == len(wanted)
+    assert await following == BLOCKS
+    assert here.puller.counters.pulled_blocks == BLOCKS
+
+
+async def test_close_ends_what_is_followed(here: Here) -> None:
+    here.owner.store.forget(here.hashes)
+    following = asyncio.create_task(follow(here, patience=9.0))
+    await asyncio.sleep(0.1)
+    with took_at_most(3.0):
+        await here.puller.close()
+        assert await following == 0

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from emberkv_proto.hashing import checksum
 from emberkv_proto.layout import Namespace
 from emberkv_proto.types import BlockHash
-from store_daemon.ports import PullTarget
+from store_daemon.ports import Followed, PullTarget
 from tests.helpers.store import SmallStore, payload
 
 
@@ -19,6 +19,7 @@ class GatedPeer:
         self._small = small
         self._permits = asyncio.Semaphore(0)
         self.asked = 0
+        self.followed: list[Followed] = []
         self.landed = 0
         self.cancelled = 0
 
@@ -35,6 +36,28 @@ class GatedPeer:
         deadline_seconds: float,
     ) -> int:
         self.asked += 1
+        return await self._bring(namespace, parent, hashes, target, deadline_seconds)
+
+    async def follow(
+        self,
+        followed: Followed,
+        namespace: Namespace,
+        parent: BlockHash | None,
+        hashes: Sequence[BlockHash],
+        target: PullTarget,
+        deadline_seconds: float,
+    ) -> int:
+        self.followed.append(followed)
+        return await self._bring(namespace, parent, hashes, target, deadline_seconds)
+
+    async def _bring(
+        self,
+        namespace: Namespace,
+        parent: BlockHash | None,
+        hashes: Sequence[BlockHash],
+        target: PullTarget,
+        deadline_seconds: float,
+    ) -> int:
         room = target.allot(namespace, parent, hashes)
         landed = 0
         try:

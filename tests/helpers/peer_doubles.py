@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -124,13 +125,21 @@ class MemoryPeerStore:
                 ranges.append(place)
             self._blocks[block] = ranges
 
+    def forget(self, hashes: Sequence[BlockHash]) -> None:
+        for block in hashes:
+            self._blocks.pop(block, None)
+
     async def peer_acquire(
         self,
         namespace_id: NamespaceId,
         hashes: Sequence[BlockHash],
         lease_seconds: float,
         requester: str,
+        wait_seconds: float = 0.0,
     ) -> PeerGrant:
+        deadline = time.monotonic() + wait_seconds
+        while hashes[0] not in self._blocks and time.monotonic() < deadline:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
         if namespace_id != self._namespace.id:
             raise UnknownNamespaceError(f"namespace {namespace_id.hex()} is not here")
         held: list[BlockHash] = []

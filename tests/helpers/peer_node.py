@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -12,13 +12,15 @@ from google.protobuf.message import Message
 
 from client_sdk.operator_gate import OperatorGate
 from client_sdk.tls import Tls
+from emberkv_proto.errors import UnknownNamespaceError
 from emberkv_proto.layout import Namespace
-from emberkv_proto.types import Incarnation, NodeId
+from emberkv_proto.types import BlockHash, Incarnation, NamespaceId, NodeId
 from emberkv_proto.v1 import store_pb2
 from store_daemon.config import DaemonSection
 from store_daemon.grpc_server import GrpcParts, GrpcServer
 from store_daemon.life import Life
 from store_daemon.operator_server import OperatorCalls
+from store_daemon.ports import Followed, Hinted
 from store_daemon.publisher import Publisher
 from store_daemon.transport.tcp import TcpTransport
 from tests.helpers.anonymous_pool import AnonymousPool
@@ -48,6 +50,19 @@ async def _check(request: store_pb2.CheckRequest) -> Message:
 OPERATORS: OperatorCalls = {"Status": _status, "Check": _check}
 
 
+class NoHints:
+    """Implements `ports.HintStore`: nothing is known here."""
+
+    def hint(
+        self,
+        namespace_id: NamespaceId,
+        hashes: Sequence[BlockHash],
+        deadline_seconds: float,
+        followed: Followed | None,
+    ) -> Hinted:
+        raise UnknownNamespaceError(f"namespace {namespace_id.hex()} is not here")
+
+
 @contextmanager
 def peer_node(
     namespace: Namespace, incarnation: int = 3, tls: Tls | None = None
@@ -71,7 +86,7 @@ def peer_node(
             settings = DaemonSection(grpc_port=0)
             server = GrpcServer(settings, Life(NodeId("peer")), OperatorGate(), tls)
             grpc_address = await server.start()
-            server.open_to(GrpcParts(publisher, store, address, OPERATORS))
+            server.open_to(GrpcParts(publisher, store, NoHints(), address, OPERATORS))
             loop = asyncio.get_running_loop()
             nodes.append(PeerNode(store, transport, publisher, residency, grpc_address, loop))
             stopping.append(asyncio.Event())

@@ -449,16 +449,18 @@ class ReloadResponse(_message.Message):
     def __init__(self, changed: _Optional[_Iterable[str]] = ..., needs_restart: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class PeerAcquireRequest(_message.Message):
-    __slots__ = ("namespace_id", "hashes", "lease_seconds", "requester")
+    __slots__ = ("namespace_id", "hashes", "lease_seconds", "requester", "wait_seconds")
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
     HASHES_FIELD_NUMBER: _ClassVar[int]
     LEASE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     REQUESTER_FIELD_NUMBER: _ClassVar[int]
+    WAIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     namespace_id: bytes
     hashes: bytes
     lease_seconds: float
     requester: str
-    def __init__(self, namespace_id: _Optional[bytes] = ..., hashes: _Optional[bytes] = ..., lease_seconds: _Optional[float] = ..., requester: _Optional[str] = ...) -> None: ...
+    wait_seconds: float
+    def __init__(self, namespace_id: _Optional[bytes] = ..., hashes: _Optional[bytes] = ..., lease_seconds: _Optional[float] = ..., requester: _Optional[str] = ..., wait_seconds: _Optional[float] = ...) -> None: ...
 
 class PeerAcquireResponse(_message.Message):
     __slots__ = ("lease_id", "incarnation", "transport", "transport_address", "usable_blocks", "parts", "offsets", "lengths", "checksums", "salt_ids")
@@ -489,3 +491,27 @@ class PeerReleaseRequest(_message.Message):
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     lease_id: int
     def __init__(self, lease_id: _Optional[int] = ...) -> None: ...
+
+class HintRequest(_message.Message):
+    __slots__ = ("namespace_id", "hashes", "deadline_seconds", "source_node_id", "patience_seconds")
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    HASHES_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    PATIENCE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    namespace_id: bytes
+    hashes: bytes
+    deadline_seconds: float
+    source_node_id: str
+    patience_seconds: float
+    def __init__(self, namespace_id: _Optional[bytes] = ..., hashes: _Optional[bytes] = ..., deadline_seconds: _Optional[float] = ..., source_node_id: _Optional[str] = ..., patience_seconds: _Optional[float] = ...) -> None: ...
+
+class HintProgress(_message.Message):
+    __slots__ = ("scheduled_blocks", "readable_blocks", "is_done")
+    SCHEDULED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    READABLE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    IS_DONE_FIELD_NUMBER: _ClassVar[int]
+    scheduled_blocks: int
+    readable_blocks: int
+    is_done: bool
+    def __init__(self, scheduled_blocks: _Optional[int] = ..., readable_blocks: _Optional[int] = ..., is_done: bool = ...) -> None: ...

@@ -641,3 +641,75 @@ class Peer(object):
             timeout,
             metadata,
             _registered_method=True)
+
+
+class HintsStub(object):
+    """Missing associated documentation comment in .proto file."""
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Prefetch = channel.unary_stream(
+                '/emberkv.v1.Hints/Prefetch',
+                request_serializer=emberkv__proto_dot_v1_dot_store__pb2.HintRequest.SerializeToString,
+                response_deserializer=emberkv__proto_dot_v1_dot_store__pb2.HintProgress.FromString,
+                _registered_method=True)
+
+
+class HintsServicer(object):
+    """Missing associated documentation comment in .proto file."""
+
+    def Prefetch(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_HintsServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Prefetch': grpc.unary_stream_rpc_method_handler(
+                    servicer.Prefetch,
+                    request_deserializer=emberkv__proto_dot_v1_dot_store__pb2.HintRequest.FromString,
+                    response_serializer=emberkv__proto_dot_v1_dot_store__pb2.HintProgress.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'emberkv.v1.Hints', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('emberkv.v1.Hints', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Hints(object):
+    """Missing associated documentation comment in .proto file."""
+
+    @staticmethod
+    def Prefetch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/emberkv.v1.Hints/Prefetch',
+            emberkv__proto_dot_v1_dot_store__pb2.HintRequest.SerializeToString,
+            emberkv__proto_dot_v1_dot_store__pb2.HintProgress.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

@@ -329,7 +329,7 @@ async def test_a_block_that_comes_from_a_peer_counts_against_its_tenant(
 
     there = SmallStore(tmp_path_factory.mktemp("there"))
     there.store.operations.set_quota(ANN, Quota(dram_bytes=SLOT))
-    room = there.store.allot(SPACE, None, hashes, grant.salt_ids)
+    room = there.store.replica_arrivals.allot(SPACE, None, hashes, grant.salt_ids)
     assert len(room.ranges) == 2
     assert there.store.holdings.counters["no_space_pulls"] == 1
     there.check_integrity()

@@ -54,9 +54,9 @@ def test_abandoned_trial_leaves_room_for_another(health: PeerHealth) -> None:
 def test_estimate_starts_optimistic_follows_what_was_measured_and_forgets(
     health: PeerHealth,
 ) -> None:
-    assert health.estimate_seconds(500, 0.0) == 0.5
+    assert 500 / health.bytes_per_second(0.0) == 0.5
     health.measured(100, 1.0, 0.0)
-    assert health.estimate_seconds(500, 1.0) == 5.0
+    assert 500 / health.bytes_per_second(1.0) == 5.0
     health.measured(200, 1.0, 1.0)
-    assert health.estimate_seconds(130, 1.0) == pytest.approx(1.0)
-    assert health.estimate_seconds(500, 31.1) == 0.5
+    assert 130 / health.bytes_per_second(1.0) == pytest.approx(1.0)
+    assert 500 / health.bytes_per_second(31.1) == 0.5

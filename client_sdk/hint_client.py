@@ -1,0 +1,84 @@
+"""Async gRPC client of the daemons' Hints, for routers: have chains brought into a node's DRAM."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Collection, Sequence
+from dataclasses import dataclass
+
+import grpc
+
+from client_sdk.index_client import CHANNEL_OPTIONS, ember_error
+from client_sdk.tls import Tls, open_channel
+from emberkv_proto.convert import hashes_to_wire
+from emberkv_proto.types import BlockHash, NamespaceId, NodeId
+from emberkv_proto.v1 import store_pb2, store_pb2_grpc
+
+
+@dataclass(frozen=True, slots=True)
+class HintedSource:
+    """The node on which a chain is being computed, and how long its next block is waited for."""
+
+    node_id: NodeId
+    patience_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class HintProgress:
+    """What of a chain can be read in the node's DRAM."""
+
+    scheduled_blocks: int
+    readable_blocks: int
+    is_done: bool
+
+
+class HintClient:
+    """Keeps one channel for each daemon. Belongs to one event loop; close it there."""
+
+    def __init__(self, tls: Tls | None = None) -> None:
+        self._tls = tls
+        self._channels: dict[str, grpc.aio.Channel] = {}
+
+    async def prefetch(
+        self,
+        address: str,
+        namespace_id: NamespaceId,
+        hashes: Sequence[BlockHash],
+        deadline_seconds: float,
+        source: HintedSource | None = None,
+    ) -> AsyncGenerator[HintProgress, None]:
+        """Have a chain brought into DRAM; closing the generator, or cancelling, ends that.
+
+        Ends by itself with the prefetch. `source`: see `HintedSource`; without, what is missing
+        comes from where the index says it is.
+
+        Raises:
+            EmberError: what the daemon raised; UnavailableError or DeadlineError when it is away.
+        """
+        request = store_pb2.HintRequest(
+            namespace_id=namespace_id,
+            hashes=hashes_to_wire(hashes),
+            deadline_seconds=deadline_seconds,
+            source_node_id=source.node_id if source is not None else "",
+            patience_seconds=source.patience_seconds if source is not None else 0.0,
+        )
+        channel = self._channels.get(address)
+        if channel is None:
+            channel = self._channels[address] = open_channel(address, self._tls, CHANNEL_OPTIONS)
+        stub = store_pb2_grpc.HintsStub(channel)  # type: ignore[no-untyped-call]
+        call = stub.Prefetch(request, timeout=deadline_seconds)
+        try:
+            async for said in call:
+                yield HintProgress(said.scheduled_blocks, said.readable_blocks, said.is_done)
+        except grpc.aio.AioRpcError as error:
+            raise ember_error(error, f"daemon {address}") from None
+        finally:
+            call.cancel()
+
+    async def retain(self, addresses: Collection[str]) -> None:
+        """Close the channels to all other addresses; calls in flight there are cancelled."""
+        gone = [address for address in self._channels if address not in addresses]
+        for channel in [self._channels.pop(address) for address in gone]:
+            await channel.close(grace=None)
+
+    async def close(self) -> None:
+        await self.retain(())
