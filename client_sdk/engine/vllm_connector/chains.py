@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from client_sdk.engine.vllm_connector.identity import directory_id
+from client_sdk.engine.weights import directory_id
 from emberkv_proto.errors import EmberError
 from emberkv_proto.hashing import ExtraKey, block_hashes, salt_id
 from emberkv_proto.request_keys import adapter_key, media_key, salt_bytes

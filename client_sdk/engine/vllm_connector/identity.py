@@ -6,14 +6,10 @@ backend's layout (on a CPU its instruction set too), block size, ranks and the e
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import blake3
-
-from emberkv_proto.errors import EmberError
+from client_sdk.engine.weights import UnsupportedEngineError, weights_id_of
 from emberkv_proto.layout import Group, GroupKind, KvLayout, Namespace
 
 if TYPE_CHECKING:
@@ -22,13 +18,6 @@ if TYPE_CHECKING:
 
 KINDS = {"FullAttentionSpec": GroupKind.FULL, "MLAAttentionSpec": GroupKind.MLA}
 """vLLM's cache specs that are cached."""
-WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
-DESCRIPTIONS = ("*.json", "*.model", "*.jinja", "*.txt")
-_SNAPSHOT = re.compile(r"/snapshots/([0-9a-f]{40})(/|$)")
-
-
-class UnsupportedEngineError(EmberError):
-    """This engine's KV cache cannot be kept by the store; the engine runs without it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,41 +90,8 @@ def page_shape(config: VllmConfig, cache: KVCacheConfig, extra: dict[str, Any]) 
 
 
 def weights_id(model: Any) -> str:
-    """The commit of a hub snapshot, or a digest of a directory's files.
-
-    Raises:
-        UnsupportedEngineError: neither is known; stale KV could hit after a change of weights.
-    """
-    path = Path(model.model)
-    snapshot = _SNAPSHOT.search(str(path.resolve())) if path.exists() else None
-    if snapshot:
-        return snapshot.group(1)
-    if path.is_dir():
-        return directory_id(path)
-    revision = str(model.revision or "")
-    if re.fullmatch(r"[0-9a-f]{40}", revision):
-        return revision
-    raise UnsupportedEngineError(
-        f"the weights of {model.model} have no id: serve a local directory, give --revision a"
-        ' commit, or set "weights_id" in kv_connector_extra_config'
-    )
-
-
-def directory_id(path: Path) -> str:
-    """Digest of a checkpoint: names, sizes and times of the weights, texts of what describes them.
-
-    Weights are not read. A copy that does not keep times has another id; name one in
-    `weights_id` to share blocks between such copies.
-    """
-    digest = blake3.blake3()
-    for pattern in WEIGHTS:
-        for file in sorted(path.glob(pattern)):
-            about = file.stat()
-            digest.update(f"{file.name}\0{about.st_size}\0{about.st_mtime_ns}\0".encode())
-    for pattern in DESCRIPTIONS:
-        for file in sorted(path.glob(pattern)):
-            digest.update(f"{file.name}\0".encode() + blake3.blake3(file.read_bytes()).digest())
-    return digest.hexdigest()[:32]
+    """See `weights_id_of`; takes vLLM's model configuration."""
+    return weights_id_of(str(model.model), str(model.revision or ""), "kv_connector_extra_config")
 
 
 def _refuse_split(parallel: Any) -> None:

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from client_sdk.engine.vllm_connector.identity import PageShape, UnsupportedEngineError
+from client_sdk.engine.vllm_connector.identity import PageShape
+from client_sdk.engine.weights import UnsupportedEngineError
 
 # A leased view is read-only, and torch has no read-only tensors: it is only ever copied from.
 warnings.filterwarnings("ignore", message="The given (NumPy array|buffer) is not writable")

@@ -10,12 +10,9 @@ from typing import Any
 import pytest
 
 from client_sdk.engine.vllm_connector.chains import RequestChain, UncacheableRequestError
-from client_sdk.engine.vllm_connector.identity import (
-    UnsupportedEngineError,
-    directory_id,
-    weights_id,
-)
+from client_sdk.engine.vllm_connector.identity import weights_id
 from client_sdk.engine.vllm_connector.settings import ConnectorSettings
+from client_sdk.engine.weights import UnsupportedEngineError, directory_id
 from emberkv_proto.errors import ConfigError
 from emberkv_proto.hashing import block_hashes, lora_key, multimodal_key
 from emberkv_proto.types import NamespaceId
