@@ -13,10 +13,10 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 ROOT = Path(__file__).parents[1]
 HERE = Path(__file__).parent
@@ -172,43 +172,32 @@ class Engine(_Process):
         self._answers.put(None)
 
 
-class Server(_Process):
-    """vLLM's OpenAI server. `with Server(...) as server:` answers on `server.url`."""
+ServerT = TypeVar("ServerT", bound="HttpServer")
 
-    def __init__(self, directory: Path, model: Path, *options: str, ranks: int = 1) -> None:
+
+class HttpServer(_Process):
+    """An engine's HTTP server on `url`, from the begin of its `with` block on."""
+
+    name = "the server"
+
+    def __init__(
+        self, directory: Path, command: Sequence[str], variables: Mapping[str, str]
+    ) -> None:
+        """`command` and its environment; options with the address follow it."""
         directory.mkdir(parents=True, exist_ok=True)
         self.log = directory / "server.log"
-        # One core each; vLLM's own choice wants a NUMA node for each rank.
-        cores = "|".join(str(rank) for rank in range(ranks))
-        self._binding = {"VLLM_CPU_OMP_THREADS_BIND": cores} if ranks > 1 else {}
+        self._variables = dict(variables)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        self._command = [
-            str(python()),
-            "-m",
-            "vllm.entrypoints.openai.api_server",
-            f"--model={model}",
-            "--served-model-name=tiny",
-            "--host=127.0.0.1",
-            f"--port={self.port}",
-            "--enforce-eager",
-            "--dtype=float32",
-            f"--block-size={PAGE_TOKENS}",
-            f"--kv-cache-memory-bytes={CACHE_BYTES}",
-            "--max-model-len=4096",
-            "--enable-prompt-tokens-details",
-            f"--tensor-parallel-size={ranks}",
-            "--distributed-executor-backend=mp",
-            *options,
-        ]
+        self._command = [*command, "--host=127.0.0.1", f"--port={self.port}"]
 
     def add(self, option: str) -> None:
         """One more option for the next start."""
         self._command.append(option)
 
-    def __enter__(self) -> Server:
+    def __enter__(self: ServerT) -> ServerT:
         self.start()
         return self
 
@@ -235,7 +224,7 @@ class Server(_Process):
                 stdin=subprocess.DEVNULL,
                 text=True,
                 start_new_session=True,
-                env={**environment(), **self._binding},
+                env=self._variables,
             )
         deadline = time.monotonic() + START_SECONDS
         while True:
@@ -245,7 +234,7 @@ class Server(_Process):
             except (urllib.error.URLError, ConnectionError, TimeoutError):
                 if self.process.poll() is not None or time.monotonic() > deadline:
                     self.kill()
-                    raise AssertionError(f"vLLM does not serve:\n{self.said()}") from None
+                    raise AssertionError(f"{self.name} does not serve:\n{self.said()}") from None
             time.sleep(0.2)
 
     def get(self, path: str) -> str:
@@ -260,6 +249,34 @@ class Server(_Process):
         with urllib.request.urlopen(request, timeout=ANSWER_SECONDS) as answer:  # noqa: S310
             loaded: dict[str, Any] = json.loads(answer.read())
         return loaded
+
+
+class Server(HttpServer):
+    """vLLM's OpenAI server. `with Server(...) as server:` answers on `server.url`."""
+
+    name = "vLLM"
+
+    def __init__(self, directory: Path, model: Path, *options: str, ranks: int = 1) -> None:
+        # One core each; vLLM's own choice wants a NUMA node for each rank.
+        cores = "|".join(str(rank) for rank in range(ranks))
+        binding = {"VLLM_CPU_OMP_THREADS_BIND": cores} if ranks > 1 else {}
+        command = [
+            str(python()),
+            "-m",
+            "vllm.entrypoints.openai.api_server",
+            f"--model={model}",
+            "--served-model-name=tiny",
+            "--enforce-eager",
+            "--dtype=float32",
+            f"--block-size={PAGE_TOKENS}",
+            f"--kv-cache-memory-bytes={CACHE_BYTES}",
+            "--max-model-len=4096",
+            "--enable-prompt-tokens-details",
+            f"--tensor-parallel-size={ranks}",
+            "--distributed-executor-backend=mp",
+            *options,
+        ]
+        super().__init__(directory, command, {**environment(), **binding})
 
     def first_token_seconds(self, tokens: Sequence[int]) -> float:
         """Time until the first chunk of a streamed completion."""
