@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,12 +30,22 @@ class Serving:
     """Its own, on the drive of temporary files (TMPDIR); gone when it ends."""
 
     def cpu_seconds(self) -> float:
-        """CPU time of all its threads; nanoseconds, where /proc counts hundredths of a second."""
-        return time.clock_gettime((~self.pid << 3) | _PROCESS_CPU_CLOCK)
+        return cpu_seconds(self.pid)
+
+
+def cpu_seconds(pid: int) -> float:
+    """CPU time of all threads; nanoseconds, where /proc counts hundredths of a second."""
+    return time.clock_gettime((~pid << 3) | _PROCESS_CPU_CLOCK)
 
 
 @contextmanager
-def running_daemon(dram_bytes: int, extent_bytes: int, *, ssd_bytes: int = 0) -> Iterator[Serving]:
+def running_daemon(
+    dram_bytes: int,
+    extent_bytes: int,
+    *,
+    ssd_bytes: int = 0,
+    settings: Mapping[str, object] | None = None,
+) -> Iterator[Serving]:
     """Give a serving daemon, without SSD unless asked; end it and its files afterwards."""
     pool = Path("/dev/shm") / f"emberkv-bench-{os.getpid()}"  # noqa: S108
     with tempfile.TemporaryDirectory(prefix="emberkv-bench-") as name:
@@ -52,6 +62,7 @@ def running_daemon(dram_bytes: int, extent_bytes: int, *, ssd_bytes: int = 0) ->
             "dram.extent_bytes": extent_bytes,
             "ssd.path": directory / "ssd",
             "ssd.capacity_bytes": ssd_bytes,
+            **(settings or {}),
         }
         arguments = [word for key, value in values.items() for word in ("--set", f"{key}={value}")]
         process = subprocess.Popen([sys.executable, "-m", "store_daemon", *arguments])

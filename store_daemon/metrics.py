@@ -93,6 +93,7 @@ COUNTERS = {
     "resp_unreadable_values": ("resp_values_unreadable", {}),
     "resp_errors": ("resp_errors", {"kind": "command"}),
     "resp_protocol_errors": ("resp_errors", {"kind": "protocol"}),
+    "resp_failed_requests": ("resp_errors", {"kind": "internal"}),
     "resp_wrong_passwords": ("resp_errors", {"kind": "password"}),
     "resp_cut_connections": ("resp_connections_ended", {"why": "silence"}),
     "resp_refused_connections": ("resp_connections_ended", {"why": "refused"}),

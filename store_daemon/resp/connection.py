@@ -178,6 +178,17 @@ class Connection(asyncio.BufferedProtocol):
         self._is_going_on = False
         if self._is_closing:
             return
+        try:
+            self._take_turn()
+        except Exception:
+            # Ours to repair, but no reason to fail the other clients.
+            log.exception("a redis client's request failed")
+            self._shelf.store.holdings.counters["resp_failed_requests"] += 1
+            self.abort()
+        finally:
+            self._shelf.publish()
+
+    def _take_turn(self) -> None:
         turn_ends = time.monotonic() + TURN_SECONDS
         is_all_answered = False
         while not (is_all_answered or self._is_full or self._talk.is_over):

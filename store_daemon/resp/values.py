@@ -97,7 +97,10 @@ class Outgoing:
 
 @dataclass(eq=False, slots=True)
 class ValueShelf:
-    """The values of one door. Runs on the store's loop; only `bring` and `forgotten` wait."""
+    """The values of one door. Runs on the store's loop; only `bring` and `forgotten` wait.
+
+    Who calls `begin`, `commit` or `remove` calls `publish` before the loop turns.
+    """
 
     store: BlockStore
     name: str
@@ -196,7 +199,6 @@ class ValueShelf:
         wanted = self._arriving_bytes + size_class.slot_bytes
         is_admitted = holdings.quotas.admit(self.tenant, wanted)
         slot = holdings.take(size_class) if is_admitted else None
-        holdings.publish()
         if slot is None:
             raise PoolFullError("all of the pool, or of this door's quota, is held")
         running = RunningChecksum()
@@ -243,7 +245,6 @@ class ValueShelf:
             incoming.session.own, incoming.block_hash, None, 0, self.tenant
         )
         holdings.commit_part(block, 0, slot, incoming._sum.value)
-        holdings.publish()
         return rows
 
     def remove(self, key: bytes) -> list[SsdRow] | None:
@@ -251,9 +252,7 @@ class ValueShelf:
         block = self._find(self._hash(key))
         if block is None:
             return None
-        rows = self.store.holdings.remove(block)
-        self.store.holdings.publish()
-        return rows
+        return self.store.holdings.remove(block)
 
     async def forgotten(self, rows: Sequence[SsdRow]) -> None:
         """Strike rows out of the local index, so that no start of the daemon finds them."""
@@ -261,6 +260,10 @@ class ValueShelf:
             await asyncio.to_thread(self.store.ssd.forget, rows)
 
     # ---- the rest ----
+
+    def publish(self) -> None:
+        """Tell of what has changed."""
+        self.store.holdings.publish()
 
     def keep_leases(self) -> None:
         """Values that are being brought may take their time. Called every second or so."""
