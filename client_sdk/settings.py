@@ -28,6 +28,7 @@ KNOWN_SECTIONS = (
     "ssd",
     "events",
     "resp",
+    "transport",
     "tenants",
     "index",
     "router",

@@ -47,7 +47,7 @@ from store_daemon.store import BlockStore
 from store_daemon.tiers.pool import Pool
 from store_daemon.tiers.populate import PopulateStoppedError, Progress, Watch
 from store_daemon.tiers.ssd import SsdTier
-from store_daemon.transport.tcp import TcpTransport
+from store_daemon.transport.choice import make_transport
 
 log = logging.getLogger(__name__)
 ENDPOINTS_FILE = "endpoints.json"
@@ -202,15 +202,15 @@ class Daemon:
 
         view = pool.view()
         stack.callback(view.release)
-        transport = TcpTransport(
-            incarnation,
-            daemon.grpc_host,
-            daemon.transport_port,
-            advertised_host=daemon.advertised_host,
-        )
-        transport.register(view)
+        pool_descriptor = pool.open_for_client()
+        stack.callback(os.close, pool_descriptor)
+        transport = make_transport(settings, incarnation, pool_descriptor)
         stack.callback(transport.shutdown)
-        address = transport.serve(store.may_read)
+        self._recovering(f"opening the {transport.name} transport")
+        await asyncio.get_running_loop().run_in_executor(opener, transport.register, view)
+        address = await asyncio.get_running_loop().run_in_executor(
+            opener, transport.serve, store.may_read
+        )
         servicer = Servicer(
             store,
             NodeIdentity(node_id, incarnation),
@@ -228,7 +228,7 @@ class Daemon:
             puller = PeerPuller(node_id, view, index_client, transport, tls=tls)
             stack.push_async_callback(puller.close)
             store.set_puller(puller)
-        sources = MetricSources(store, publisher, self.life, index, puller)
+        sources = MetricSources(store, publisher, self.life, index, puller, transport)
         http.open_to(store, StoreCollector(sources))
 
         if settings.events.zmq_endpoint:

@@ -273,6 +273,35 @@ class PeersSection(Section):
     """Part of dram.capacity_bytes that replicas may take before they make room among themselves."""
 
 
+class TransportSection(Section):
+    """How blocks come from other nodes (docs/rdma.md)."""
+
+    kind: Literal["auto", "tcp", "ucx"] = "auto"
+    """auto: ucx where NIXL is installed and a port for RDMA is active, else tcp."""
+    rdma: Literal["required", "preferred", "off"] = "preferred"
+    """required: refuse to start without it, and to read from nodes that have none. off: do not
+    even look for it."""
+    devices: tuple[str, ...] = ()
+    """Network devices for UCX, as mlx5_0:1; all must be there. Empty: UCX chooses."""
+    agents: Annotated[int, Field(ge=1, le=16)] = 2
+    """UCX processes that read, some 100 MiB each beside the pool; one more serves."""
+    progress_seconds: Seconds = 2.0
+    """A peer that moves no byte for this long has failed."""
+
+    @field_validator("rdma", mode="before")
+    @classmethod
+    def _yaml_off(cls, value: object) -> object:
+        return "off" if value is False else value  # what YAML reads of an unquoted off
+
+    @model_validator(mode="after")
+    def _one_meaning(self) -> TransportSection:
+        if self.kind == "tcp" and self.rdma == "required":
+            raise ValueError("kind tcp knows no RDMA; with rdma required, kind is auto or ucx")
+        if self.devices and self.kind == "tcp":
+            raise ValueError("devices are for UCX, and kind is tcp")
+        return self
+
+
 class TenantSection(Section):
     """One tenant's quota."""
 
@@ -288,6 +317,7 @@ class DaemonSettings(Settings):
     events: EventsSection = EventsSection()
     resp: RespSection = RespSection()
     peers: PeersSection = PeersSection()
+    transport: TransportSection = TransportSection()
     tenants: dict[SaltIdText, TenantSection] = {}  # noqa: RUF012 - copied for each instance
     """Quotas by salt id: the first 16 bytes of BLAKE3 of the cache salt, as 32 hex digits in
     quotes."""

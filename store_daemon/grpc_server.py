@@ -38,7 +38,7 @@ from store_daemon.operator_server import OperatorCalls, OperatorService
 from store_daemon.ports import HintStore, PeerStore
 from store_daemon.publisher import BucketWish, Published, Publisher
 from store_daemon.transport.base import TransportAddress
-from store_daemon.transport.tcp import join_host_port
+from store_daemon.transport.connections import join_host_port
 
 log = logging.getLogger(__name__)
 

@@ -24,6 +24,7 @@ from store_daemon.local_index import LocalIndex
 from store_daemon.peers import PeerPuller
 from store_daemon.publisher import Publisher
 from store_daemon.store import BlockStore
+from store_daemon.transport.base import Transport, TransportReport
 
 PREFIX = "emberkv_store_"
 TENANT_SERIES = 256
@@ -38,6 +39,20 @@ class MetricSources:
     life: Life
     index: LocalIndex
     puller: PeerPuller | None
+    transport: Transport
+
+
+TRANSPORT_HELP = {
+    "served_bytes": "Bytes that peers got from this node.",
+    "refused_reads": "Reads of peers that no lease covered.",
+    "one_sided_bytes": "Bytes that this node read out of peers' memory by RDMA.",
+    "pushed_bytes": "Bytes that peers' UCX agents wrote into this node's pool.",
+    "plain_bytes": "Bytes that came over plain TCP though the transport is ucx.",
+    "restarted_reads": "Reads that began again because another one took their UCX agent with it.",
+    "quarantines": "Reads that failed in the middle; each cost a UCX agent.",
+    "replaced_agents": "UCX agents that ended and were made anew.",
+}
+"""What the counts of a `TransportReport` mean."""
 
 
 def families(sources: MetricSources) -> Iterator[Metric]:
@@ -51,6 +66,7 @@ def families(sources: MetricSources) -> Iterator[Metric]:
     yield _gauge("replica_bytes", "DRAM that replicas of others' blocks take.", replicas.bytes)
     if sources.puller is not None:
         yield from _peers(sources.puller)
+    yield from _transport(sources.transport.report())
 
 
 def conservation_gap(publisher: Publisher, store: BlockStore, tier: Tier) -> int:
@@ -190,6 +206,24 @@ def _peers(puller: PeerPuller) -> Iterator[Metric]:
     for reason, count in sorted(counters.failures.items()):
         failures.add_metric([reason], count)
     yield failures
+
+
+def _transport(report: TransportReport) -> Iterator[Metric]:
+    lanes = GaugeMetricFamily(
+        PREFIX + "transport_info",
+        "1 for each network path that blocks can take between nodes.",
+        labels=["transport", "lane", "rdma"],
+    )
+    for lane in report.lanes or ("",):
+        lanes.add_metric([report.name, lane, str(report.has_rdma).lower()], 1)
+    yield lanes
+    yield _gauge(
+        "transport_quarantined_bytes",
+        "Ranges of failed reads that wait until nothing can be written into them any more.",
+        report.quarantined_bytes,
+    )
+    for name, count in report.counts.items():
+        yield _counter(f"transport_{name}", TRANSPORT_HELP[name], count)
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:

@@ -26,7 +26,7 @@ from client_sdk import faults
 from client_sdk.cli.cluster_plan import LOOPBACK, MAX_SOCKET_PATH_BYTES, SHM
 from client_sdk.cli.config_show import combined_settings
 from client_sdk.settings import Settings, load_settings
-from emberkv_proto.errors import ConfigError
+from emberkv_proto.errors import ConfigError, PreflightError
 
 MIB = 1 << 20
 OLDEST_LINUX = (5, 10)
@@ -87,6 +87,7 @@ def _check_settings(settings: Settings) -> Iterator[Finding]:
         yield check_free_space("ssd space", drive.path, wanted_bytes, "ssd.capacity_bytes")
         yield check_direct_io(drive.path, ssd.direct_io)
     yield check_socket_path(daemon.socket_path)
+    yield check_transport(parts["transport"])
     ports = {
         "daemon.grpc_port": daemon.grpc_port,
         "daemon.metrics_port": daemon.metrics_port,
@@ -96,6 +97,27 @@ def _check_settings(settings: Settings) -> Iterator[Finding]:
     }
     for name, port in ports.items():
         yield check_port(name, port)
+
+
+def check_transport(section: Any) -> Finding:
+    """What blocks will take between nodes; with UCX, after a real transfer on this machine."""
+    from store_daemon.transport.choice import TransportKind, choose, ucx_settings
+    from store_daemon.transport.ucx_probe import probe_ucx
+    from store_daemon.transport.ucx_settings import one_sided
+
+    try:
+        if choose(section) is TransportKind.TCP:
+            return Finding("transport", Verdict.OK, "tcp")
+        lanes = probe_ucx(ucx_settings(section))
+    except PreflightError as error:
+        return Finding("transport", Verdict.FAIL, str(error), "see docs/rdma.md")
+    rdma = one_sided(lanes)
+    if not rdma and section.rdma != "off":
+        seen = f"ucx without RDMA, over {' '.join(lanes)}"
+        return Finding(
+            "transport", Verdict.WARN, seen, "see docs/rdma.md, or use transport.kind tcp"
+        )
+    return Finding("transport", Verdict.OK, f"ucx over {' '.join(rdma or lanes)}")
 
 
 def check_linux(release: str) -> Finding:

@@ -8,7 +8,7 @@ raised, nothing writes into its local ranges any more.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -93,6 +93,20 @@ class Cancellation:
             raise ReadCancelledError("the read was cancelled")
 
 
+@dataclass(frozen=True, slots=True)
+class TransportReport:
+    """What a transport uses and has done, for metrics and operators."""
+
+    name: str
+    lanes: tuple[str, ...]
+    """What it goes over, as "rc_mlx5/mlx5_0:1"."""
+    has_rdma: bool
+    counts: Mapping[str, int]
+    """Since the start, by the name of what was counted."""
+    quarantined_bytes: int
+    """Now: ranges of failed reads that may still be written into."""
+
+
 class Peer(Protocol):
     """A connected owner of blocks, as the transport that made it knows it."""
 
@@ -104,7 +118,11 @@ class Transport(Protocol):
     """Reads of remote pools, and service of the own pool to such reads."""
 
     name: str
-    capabilities: Capabilities
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Known once a region is registered."""
+        ...
 
     def register(self, region: memoryview) -> None:
         """Name the local pool, once, before anything else. Writable bytes; held until shutdown."""
@@ -140,6 +158,10 @@ class Transport(Protocol):
 
     def close(self, peer: Peer) -> None:
         """Drop a peer; reads in flight from it fail."""
+        ...
+
+    def report(self) -> TransportReport:
+        """From any thread, at any time."""
         ...
 
     def shutdown(self) -> None:

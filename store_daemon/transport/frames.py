@@ -41,6 +41,7 @@ class Status(IntEnum):
     REFUSED = 2
     STALE_INCARNATION = 3
     BUSY = 4
+    FAILED = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +51,13 @@ class Hello:
     status: Status
     incarnation: Incarnation
 
-    def pack(self) -> bytes:
-        return _HELLO.pack(MAGIC, VERSION, self.status, self.incarnation)
+    def pack(self, magic: bytes = MAGIC) -> bytes:
+        return _HELLO.pack(magic, VERSION, self.status, self.incarnation)
 
     @staticmethod
-    def unpack(raw: bytes | bytearray) -> Hello:
+    def unpack(raw: bytes | bytearray, wanted_magic: bytes = MAGIC) -> Hello:
         magic, version, status, incarnation = _HELLO.unpack(raw)
-        _check_magic(magic)
+        check_magic(magic, wanted_magic)
         if version != VERSION:
             raise FrameError(f"peer speaks version {version} of the tcp transport, not {VERSION}")
         return Hello(_status(status), Incarnation(incarnation))
@@ -71,7 +72,7 @@ class RequestHeader:
     def unpack(raw: bytes | bytearray) -> RequestHeader:
         """Raises FrameError on a wrong magic or a count that is not in 1..MAX_SEGMENTS."""
         magic, lease_id, count, _ = _REQUEST.unpack(raw)
-        _check_magic(magic)
+        check_magic(magic)
         if not 1 <= count <= MAX_SEGMENTS:
             raise FrameError(f"read of {count} segments; wanted 1..{MAX_SEGMENTS}")
         return RequestHeader(lease_id, count)
@@ -94,7 +95,7 @@ class AnswerHeader:
     @staticmethod
     def unpack(raw: bytes | bytearray) -> AnswerHeader:
         magic, status, _, payload_bytes = _ANSWER.unpack(raw)
-        _check_magic(magic)
+        check_magic(magic)
         return AnswerHeader(_status(status), payload_bytes)
 
 
@@ -122,6 +123,6 @@ def _status(value: int) -> Status:
         raise FrameError(f"status {value} is unknown to the tcp transport") from None
 
 
-def _check_magic(magic: bytes) -> None:
-    if magic != MAGIC:
-        raise FrameError(f"frame starts with {magic!r}; this is not the tcp transport of EmberKV")
+def check_magic(magic: bytes, wanted: bytes = MAGIC) -> None:
+    if magic != wanted:
+        raise FrameError(f"frame starts with {magic!r}; {wanted!r} would be EmberKV's")

@@ -7,7 +7,9 @@ import logging
 import socket
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 from client_sdk import faults
 from emberkv_proto.errors import EmberError, FrameError, UnavailableError
@@ -15,6 +17,7 @@ from emberkv_proto.types import Incarnation
 from store_daemon.transport.base import MayRead
 from store_daemon.transport.frames import (
     HELLO_BYTES,
+    MAGIC,
     REQUEST_BYTES,
     SEGMENT_BYTES,
     AnswerHeader,
@@ -40,6 +43,17 @@ class ServeLimits:
     answer_seconds: float = 60.0
 
 
+class OtherProtocol(Protocol):
+    """What the same port serves to those whose hello has another magic."""
+
+    def serve(self, connection: TimedSocket, hello: bytes, may_read: MayRead) -> None:
+        """Until the connection ends. Raises EmberError; closing is the server's."""
+        ...
+
+
+OtherProtocols = Mapping[bytes, OtherProtocol]
+
+
 class RegionServer:
     """Serves ranges of one memory region to readers that hold a lease over them.
 
@@ -55,7 +69,9 @@ class RegionServer:
         may_read: MayRead,
         limits: ServeLimits,
         clock: Clock = time.monotonic,
+        others: OtherProtocols | None = None,
     ) -> None:
+        self._others = {} if others is None else others
         self._region = region
         self._incarnation = incarnation
         self._may_read = may_read
@@ -146,7 +162,12 @@ class RegionServer:
 
     def _serve(self, connection: TimedSocket) -> None:
         try:
-            if self._greet(connection):
+            connection.set_deadline(self._limits.progress_seconds)
+            raw = bytes(connection.receive(HELLO_BYTES))
+            other = self._others.get(raw[: len(MAGIC)])
+            if other is not None:
+                other.serve(connection, raw, self._may_read)
+            elif self._greet(connection, raw):
                 while connection.wait_readable(self._limits.idle_seconds):
                     connection.set_deadline(self._limits.answer_seconds)
                     self._answer(connection)
@@ -160,9 +181,8 @@ class RegionServer:
             with self._lock:
                 del self._connections[connection]
 
-    def _greet(self, connection: TimedSocket) -> bool:
-        connection.set_deadline(self._limits.progress_seconds)
-        hello = Hello.unpack(connection.receive(HELLO_BYTES))
+    def _greet(self, connection: TimedSocket, raw: bytes) -> bool:
+        hello = Hello.unpack(raw)
         is_ours = hello.incarnation == self._incarnation
         status = Status.OK if is_ours else Status.STALE_INCARNATION
         connection.send(Hello(status, self._incarnation).pack())

@@ -23,7 +23,8 @@ class TimedSocket:
 
     def __init__(self, sock: socket.socket, progress_seconds: float, clock: Clock) -> None:
         sock.setblocking(True)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if sock.family != socket.AF_UNIX:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._sock = sock
         self._progress_seconds = progress_seconds
         self._clock = clock

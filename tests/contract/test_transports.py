@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import signal
 import socket
 import struct
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import pytest
 
@@ -34,7 +33,15 @@ from store_daemon.transport.base import (
 from store_daemon.transport.tcp import TcpTransport
 from store_daemon.transport.tcp_server import ServeLimits
 from tests.helpers.anonymous_pool import AnonymousPool
-from tests.helpers.serve_region import LEASE, make_transport, seeded_bytes, serving_process
+from tests.helpers.serve_region import (
+    KINDS,
+    LEASE,
+    ServingProcess,
+    make_transport,
+    needed_module,
+    seeded_bytes,
+    serving_process,
+)
 
 GUARD = 0x55
 KIB, MIB = 1 << 10, 1 << 20
@@ -65,9 +72,10 @@ class Pair:
 class RemotePair:
     """A reader here, an owner in another process that sends a segment each `delay` seconds."""
 
+    kind: str
     reader: Transport
     pool: AnonymousPool
-    owner: subprocess.Popen[str]
+    owner: ServingProcess
     address: TransportAddress
     segments: list[Segment]
 
@@ -91,46 +99,73 @@ class RemotePair:
 @contextmanager
 def remote_pair(kind: str, delay: float) -> Iterator[RemotePair]:
     """The owner checks each segment twice: it starts to send after SEGMENTS * delay seconds."""
-    reader = make_transport(kind, Incarnation(9), progress_seconds=1.5)
     with AnonymousPool(POOL) as pool, serving_process(kind, 2, POOL, delay) as owner:
         pool.view[:] = bytes([GUARD]) * POOL
-        reader.register(pool.view)
+        reader = make_transport(kind, Incarnation(9), pool, progress_seconds=3.0)
         size = POOL // SEGMENTS
         order = range(SEGMENTS)
         segments = [Segment((SEGMENTS - 1 - i) * size + 64, i * size, size - 128) for i in order]
         try:
-            yield RemotePair(reader, pool, owner.process, owner.address, segments)
+            yield RemotePair(kind, reader, pool, owner, owner.address, segments)
+            reader.check_integrity()  # type: ignore[attr-defined]
         finally:
             reader.shutdown()
 
 
-@pytest.fixture(params=["tcp"])
+def needs_module_of(kind: str) -> None:
+    module = needed_module(kind)
+    if module is not None and find_spec(module) is None:
+        pytest.skip(f"{module} is not installed; `pip install --no-deps nixl-cu12==1.5.1`")
+
+
+@pytest.fixture(params=KINDS, scope="module")
 def kind(request: pytest.FixtureRequest) -> str:
+    needs_module_of(request.param)
     return str(request.param)
 
 
-@pytest.fixture
-def pair(kind: str) -> Iterator[Pair]:
-    with AnonymousPool(POOL) as owner_pool, AnonymousPool(POOL) as reader_pool:
+@contextmanager
+def running_pair(kind: str) -> Iterator[Pair]:
+    with (
+        AnonymousPool(POOL) as owner_pool,
+        AnonymousPool(POOL) as reader_pool,
+        ExitStack() as stack,
+    ):
         owner_pool.view[:] = seeded_bytes(1, POOL)
-        reader_pool.view[:] = bytes([GUARD]) * POOL
-        owner = make_transport(kind, Incarnation(3))
-        reader = make_transport(kind, Incarnation(9), progress_seconds=0.5)
-        owner.register(owner_pool.view)
-        reader.register(reader_pool.view)
         leased = range(MIB, 7 * MIB)
 
         def may_read(lease_id: int, offset: int, length: int) -> bool:
             return lease_id == LEASE and offset in leased and offset + length - 1 in leased
 
+        owner = make_transport(kind, Incarnation(3), owner_pool)
+        stack.callback(owner.shutdown)
         address = owner.serve(may_read)
-        try:
-            yield Pair(owner, reader, owner_pool, reader_pool, address, leased)
-            owner.check_integrity()  # type: ignore[attr-defined]
-            reader.check_integrity()  # type: ignore[attr-defined]
-        finally:
-            reader.shutdown()
-            owner.shutdown()
+        reader = make_transport(kind, Incarnation(9), reader_pool)
+        stack.callback(reader.shutdown)
+        yield Pair(owner, reader, owner_pool, reader_pool, address, leased)
+
+
+@pytest.fixture(scope="module")
+def lasting_pair(kind: str) -> Iterator[Pair]:
+    with running_pair(kind) as pair:
+        yield pair
+
+
+@pytest.fixture
+def pair(lasting_pair: Pair) -> Iterator[Pair]:
+    """One pair for all tests that leave it as it was."""
+    lasting_pair.reader_pool.view[:] = bytes([GUARD]) * POOL
+    yield lasting_pair
+    lasting_pair.owner.check_integrity()  # type: ignore[attr-defined]
+    lasting_pair.reader.check_integrity()  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def passing_pair(kind: str) -> Iterator[Pair]:
+    with running_pair(kind) as pair:
+        yield pair
+        pair.owner.check_integrity()  # type: ignore[attr-defined]
+        pair.reader.check_integrity()  # type: ignore[attr-defined]
 
 
 def assert_only_written(pool: AnonymousPool, segments: list[Segment], source: bytes) -> None:
@@ -139,7 +174,8 @@ def assert_only_written(pool: AnonymousPool, segments: list[Segment], source: by
         expected[s.local_offset : s.local_offset + s.length] = source[
             s.remote_offset : s.remote_offset + s.length
         ]
-    assert pool.view == expected
+    is_as_expected = bool(pool.view == expected)  # of so many bytes pytest cannot show a diff
+    assert is_as_expected
 
 
 def test_scattered_ranges_arrive_byte_for_byte_and_nothing_else_changes(pair: Pair) -> None:
@@ -171,6 +207,7 @@ def test_many_reads_share_a_peer_from_many_threads(pair: Pair) -> None:
         thread.start()
     for thread in threads:
         thread.join()
+    pair.reader.close(peer)
     assert not errors
     assert_only_written(pair.reader_pool, segments, bytes(pair.owner_pool.view))
 
@@ -196,18 +233,19 @@ def test_lease_that_ends_in_mid_answer_breaks_the_read(kind: str) -> None:
         asked += 1
         return asked <= 6  # four up front, two while sending
 
-    with AnonymousPool(POOL) as owner_pool, AnonymousPool(POOL) as reader_pool:
-        owner, reader = make_transport(kind, Incarnation(3)), make_transport(kind, Incarnation(4))
-        owner.register(owner_pool.view)
-        reader.register(reader_pool.view)
-        try:
-            peer = reader.connect(owner.serve(may_read))
-            segments = [Segment(i * MIB, i * MIB, MIB) for i in range(4)]
-            with pytest.raises(UnavailableError):
-                reader.read(peer, LEASE, segments, 5.0, Cancellation())
-        finally:
-            reader.shutdown()
-            owner.shutdown()
+    with (
+        AnonymousPool(POOL) as owner_pool,
+        AnonymousPool(POOL) as reader_pool,
+        ExitStack() as stack,
+    ):
+        owner = make_transport(kind, Incarnation(3), owner_pool)
+        stack.callback(owner.shutdown)
+        reader = make_transport(kind, Incarnation(4), reader_pool)
+        stack.callback(reader.shutdown)
+        peer = reader.connect(owner.serve(may_read))
+        segments = [Segment(i * MIB, i * MIB, MIB) for i in range(4)]
+        with pytest.raises(UnavailableError):
+            reader.read(peer, LEASE, segments, 5.0, Cancellation())
 
 
 @pytest.mark.parametrize(
@@ -252,7 +290,8 @@ def test_other_incarnation_of_the_owner_is_refused(pair: Pair) -> None:
         pair.reader.read(peer, LEASE, [Segment(0, MIB, 10)], 5.0, Cancellation())
 
 
-def test_owner_that_is_gone_fails_at_once(pair: Pair) -> None:
+def test_owner_that_is_gone_fails_at_once(passing_pair: Pair) -> None:
+    pair = passing_pair
     pair.read([Segment(0, MIB, 10)])
     peer = pair.reader.connect(pair.address)
     pair.reader.read(peer, LEASE, [Segment(0, MIB, 10)], 5.0, Cancellation())
@@ -264,7 +303,8 @@ def test_owner_that_is_gone_fails_at_once(pair: Pair) -> None:
     assert time.monotonic() - started < 2.0
 
 
-def test_closed_peer_and_shut_down_transport_refuse_reads(pair: Pair) -> None:
+def test_closed_peer_and_shut_down_transport_refuse_reads(passing_pair: Pair) -> None:
+    pair = passing_pair
     peer = pair.reader.connect(pair.address)
     pair.reader.close(peer)
     with pytest.raises(UnavailableError):
@@ -285,7 +325,7 @@ def test_cancelled_read_ends_at_once_and_later_ones_fail(kind: str) -> None:
         with pytest.raises(UnavailableError):
             pair.reader.read(peer, LEASE, pair.segments, 30.0, cancellation)
         watch.join()
-        assert 0 < arrived_segments(pair) < SEGMENTS, "not cancelled in mid-transfer"
+        assert_in_mid_transfer(pair)
         pair.pool.view[:] = bytes([GUARD]) * POOL
         with pytest.raises(ReadCancelledError):
             pair.reader.read(peer, LEASE, pair.segments, 30.0, cancellation)
@@ -313,24 +353,30 @@ def test_killed_peer_in_mid_transfer_fails_the_read_at_once(kind: str) -> None:
             pair.reader.read(peer, LEASE, pair.segments, 30.0, Cancellation())
         assert time.monotonic() - started < 10.0  # far from the deadline
         watch.join()
-        assert 0 < arrived_segments(pair) < SEGMENTS, "the peer was not killed in mid-transfer"
+        assert_in_mid_transfer(pair)
 
 
 def test_stopped_peer_fails_the_read_and_writes_nothing_when_it_goes_on(kind: str) -> None:
     """The slots are reused right after the failed read; a late byte would show."""
     with remote_pair(kind, delay=0.05) as pair:
         peer = pair.reader.connect(pair.address)
-        watch = pair.in_mid_transfer(lambda: pair.owner.send_signal(signal.SIGSTOP))
+        watch = pair.in_mid_transfer(pair.owner.stop)
         with pytest.raises(DeadlineError):
             pair.reader.read(peer, LEASE, pair.segments, 30.0, Cancellation())
         watch.join()
-        assert 0 < arrived_segments(pair) < SEGMENTS, "the peer was not stopped in mid-transfer"
+        assert_in_mid_transfer(pair)
         pair.pool.view[:] = bytes([GUARD]) * POOL
-        pair.owner.send_signal(signal.SIGCONT)
+        pair.owner.go_on()
         time.sleep(1.0)
         assert_only_written(pair.pool, [], b"")
         pair.reader.read(peer, LEASE, pair.segments, 30.0, Cancellation())
         assert_only_written(pair.pool, pair.segments, seeded_bytes(2, POOL))
+
+
+def assert_in_mid_transfer(pair: RemotePair) -> None:
+    """Over CMA all bytes come in one call; there the owner's second look at the lease is last."""
+    most = SEGMENTS if pair.kind == "ucx-read" else SEGMENTS - 1
+    assert 0 < arrived_segments(pair) <= most
 
 
 def arrived_segments(pair: RemotePair) -> int:
@@ -386,9 +432,8 @@ def test_tcp_malformed_frames_give_no_bytes_and_leave_the_owner_serving(
 def test_tcp_busy_owner_turns_further_readers_away() -> None:
     with AnonymousPool(MIB) as owner_pool, AnonymousPool(MIB) as reader_pool:
         owner = TcpTransport(Incarnation(3), serve_limits=ServeLimits(connections=1))
-        reader = make_transport("tcp", Incarnation(4))
+        reader = make_transport("tcp", Incarnation(4), reader_pool)
         owner.register(owner_pool.view)
-        reader.register(reader_pool.view)
         try:
             address = owner.serve(lambda lease, offset, length: True)
             first, second = reader.connect(address), reader.connect(address)
@@ -412,9 +457,8 @@ def test_tcp_busy_owner_turns_further_readers_away() -> None:
 def test_tcp_idle_connection_the_owner_closed_is_replaced() -> None:
     with AnonymousPool(MIB) as owner_pool, AnonymousPool(MIB) as reader_pool:
         owner = TcpTransport(Incarnation(3), serve_limits=ServeLimits(idle_seconds=0.05))
-        reader = make_transport("tcp", Incarnation(4))
+        reader = make_transport("tcp", Incarnation(4), reader_pool)
         owner.register(owner_pool.view)
-        reader.register(reader_pool.view)
         try:
             peer = reader.connect(owner.serve(lambda lease, offset, length: True))
             for number in range(3):

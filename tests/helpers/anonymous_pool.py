@@ -1,8 +1,9 @@
-"""A pool in anonymous memory."""
+"""A pool in memory that has no name."""
 
 from __future__ import annotations
 
 import mmap
+import os
 from types import TracebackType
 
 
@@ -10,12 +11,15 @@ class AnonymousPool:
     """`size` bytes of zeros; the whole of it is `view`. A context manager."""
 
     def __init__(self, size: int) -> None:
-        self._memory = mmap.mmap(-1, size)
+        self.descriptor = os.memfd_create("emberkv-test-pool", os.MFD_CLOEXEC)
+        os.ftruncate(self.descriptor, size)
+        self._memory = mmap.mmap(self.descriptor, size)
         self.view = memoryview(self._memory)
 
     def close(self) -> None:
         self.view.release()
         self._memory.close()
+        os.close(self.descriptor)
 
     def __enter__(self) -> AnonymousPool:
         return self

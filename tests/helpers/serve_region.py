@@ -1,12 +1,14 @@
 """Runs as a process of its own: serves a region of seeded bytes over one transport.
 
-Prints "address incarnation", then serves until it is killed. `--delay` sleeps before each segment
-goes out, so that a test can stop the process in the middle of a transfer.
+Prints "transport address incarnation", then serves until it is killed. A delay is slept before each
+segment goes out, so that a test can stop the process in the middle of a transfer.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -19,17 +21,47 @@ import numpy as np
 
 from emberkv_proto.types import Incarnation
 from store_daemon.transport.base import Transport, TransportAddress
-from store_daemon.transport.tcp import ReadLimits, TcpTransport
+from store_daemon.transport.connections import ReadLimits
+from store_daemon.transport.tcp import TcpTransport
+from store_daemon.transport.ucx import UcxTransport
+from store_daemon.transport.ucx_settings import Rdma, UcxSettings
 from tests.helpers.anonymous_pool import AnonymousPool
 
 LEASE = 7
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def make_transport(kind: str, incarnation: Incarnation, progress_seconds: float = 2.0) -> Transport:
-    """The transports that the contract tests run against, by name."""
-    assert kind == "tcp"
-    return TcpTransport(incarnation, read_limits=ReadLimits(progress_seconds=progress_seconds))
+KINDS = ("tcp", "ucx", "ucx-read")
+"""ucx-read: the reader reads by itself, over CMA as on RDMA; ucx: the owner pushes over TCP."""
+
+
+def needed_module(kind: str) -> str | None:
+    """What has to be installed for it."""
+    return None if kind == "tcp" else "nixl_cu12"
+
+
+def make_transport(
+    kind: str, incarnation: Incarnation, pool: AnonymousPool, progress_seconds: float = 2.0
+) -> Transport:
+    """The transports that the contract tests run against, by name; the pool is registered."""
+    limits = ReadLimits(progress_seconds=progress_seconds)
+    transport: Transport
+    if kind == "tcp":
+        transport = TcpTransport(incarnation, read_limits=limits)
+    else:
+        transport = UcxTransport(
+            incarnation, pool.descriptor, settings=ucx_settings(kind), read_limits=limits
+        )
+    transport.register(pool.view)
+    return transport
+
+
+def ucx_settings(kind: str) -> UcxSettings:
+    if kind == "ucx":
+        return UcxSettings(rdma=Rdma.OFF, reading_agents=1)
+    assert kind == "ucx-read"
+    # Without plain TCP to fall back on, so that what is tested is what is meant.
+    return UcxSettings(Rdma.REQUIRED, reading_agents=1, one_sided=("cma",), tls="tcp,self,cma")
 
 
 def seeded_bytes(seed: int, size: int) -> bytes:
@@ -41,21 +73,34 @@ class ServingProcess:
     process: subprocess.Popen[str]
     address: TransportAddress
 
+    def kill(self) -> None:
+        """kill -9 of the process alone; what it started must follow by itself."""
+        self.process.kill()
+
+    def stop(self) -> None:
+        """With all that it started."""
+        os.killpg(self.process.pid, signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        os.killpg(self.process.pid, signal.SIGCONT)
+
 
 @contextmanager
 def serving_process(kind: str, seed: int, size: int, delay: float) -> Iterator[ServingProcess]:
     """A peer in another process; killed at the end, if it still runs."""
     command = [sys.executable, "-m", "tests.helpers.serve_region", kind]
     command += [str(seed), str(size), str(delay)]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
         try:
             assert process.stdout is not None
-            address, incarnation = process.stdout.readline().split()
+            name, address, incarnation = process.stdout.readline().split()
             yield ServingProcess(
-                process, TransportAddress(kind, address, Incarnation(int(incarnation)))
+                process, TransportAddress(name, address, Incarnation(int(incarnation)))
             )
         finally:
-            process.kill()
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def main() -> None:
@@ -73,10 +118,9 @@ def main() -> None:
 
     pool = AnonymousPool(args.size)
     pool.view[:] = seeded_bytes(args.seed, args.size)
-    transport = make_transport(args.kind, Incarnation(3))
-    transport.register(pool.view)
+    transport = make_transport(args.kind, Incarnation(3), pool)
     address = transport.serve(may_read)
-    print(address.address, address.incarnation, flush=True)
+    print(address.transport, address.address, address.incarnation, flush=True)
     while True:
         time.sleep(60)
 

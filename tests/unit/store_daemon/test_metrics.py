@@ -23,6 +23,7 @@ from store_daemon.metric_families import TENANT_SERIES, MetricSources
 from store_daemon.metrics import COUNTERS, HELP, StoreCollector
 from store_daemon.publisher import Publisher
 from store_daemon.tenants import Quota
+from store_daemon.transport.tcp import TcpTransport
 from tests.helpers.store import SmallStore, chain, small_namespace
 
 SPACE = small_namespace(5000)
@@ -67,7 +68,8 @@ async def scraped(tmp_path: Path) -> AsyncIterator[Scraped]:
     small.store.set_sink(publisher)
     registry = CollectorRegistry()
     life = Life(NodeId("node-1"), "serving")
-    sources = MetricSources(small.store, publisher, life, small.index, None)
+    transport = TcpTransport(Incarnation(1))
+    sources = MetricSources(small.store, publisher, life, small.index, None, transport)
     registry.register(StoreCollector(sources))
     yield Scraped(small, publisher, registry)
     await small.close()

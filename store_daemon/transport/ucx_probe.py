@@ -1,0 +1,64 @@
+"""Tries UCX as the daemon would use it: two agents on this machine, one real transfer."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+from emberkv_proto.errors import EmberError, PreflightError
+from store_daemon.transport.agent_process import AgentProcess
+from store_daemon.transport.lane import Direction, Move, Range
+from store_daemon.transport.ucx_settings import UcxSettings
+
+PROBE_BYTES = 1 << 20
+PROBE_SECONDS = 10.0
+
+
+def probe_ucx(settings: UcxSettings) -> tuple[str, ...]:
+    """What UCX goes over, once a write between two agents has arrived byte for byte.
+
+    Raises PreflightError: it did not, or UCX does not use what the settings say. Takes seconds.
+    """
+    sent = secrets.token_bytes(PROBE_BYTES)
+    try:
+        with (
+            _memory() as source,
+            _memory() as target,
+            _agent("source", source, settings) as here,
+            _agent("target", target, settings) as there,
+        ):
+            settings.check(here.facts.transports)
+            os.pwrite(source, sent, 0)
+            name = here.introduce(there.facts.metadata, PROBE_SECONDS)
+            with here.lane(PROBE_SECONDS) as lane:
+                ranges = [Range(here.facts.base, there.facts.base, PROBE_BYTES)]
+                lane.post(Move(Direction.WRITE, name, ranges), PROBE_SECONDS)
+                lane.reply()
+            if os.pread(target, PROBE_BYTES, 0) != sent:
+                raise PreflightError("UCX moved other bytes than it was given")
+            return here.facts.transports
+    except PreflightError:
+        raise
+    except EmberError as error:
+        raise PreflightError(f"UCX cannot move bytes on this machine: {error}") from None
+
+
+@contextmanager
+def _memory() -> Iterator[int]:
+    with ExitStack() as stack:
+        descriptor = os.memfd_create("emberkv-probe", os.MFD_CLOEXEC)
+        stack.callback(os.close, descriptor)
+        os.ftruncate(descriptor, PROBE_BYTES)
+        yield descriptor
+
+
+@contextmanager
+def _agent(purpose: str, descriptor: int, settings: UcxSettings) -> Iterator[AgentProcess]:
+    name = f"emberkv-probe-{purpose}-{secrets.token_hex(8)}"
+    agent = AgentProcess(name, descriptor, 1, settings.environment(), PROBE_SECONDS)
+    try:
+        yield agent
+    finally:
+        agent.close()
