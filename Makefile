@@ -11,7 +11,7 @@ PROTOS = $(wildcard proto/emberkv_proto/v1/*.proto)
 PROTOC = $(PROTO_VENV)/bin/python -m grpc_tools.protoc -I proto
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-vllm redis-server test test-fast test-vllm test-sglang test-envoy test-k8s kube-control-plane kustomize image lint fmt type proto proto-check check ci crash soak index-model index-campaign bench clean
+.PHONY: help setup demo demo-vllm redis-server browser test test-fast test-vllm test-sglang test-envoy test-k8s kube-control-plane kustomize image lint fmt type proto proto-check check ci crash soak index-model index-campaign bench clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -132,9 +132,15 @@ redis-server: ## install a Redis server from the system's packages if there is n
 	       $$as apt-get update -qq && $$as apt-get install -y -qq --no-install-recommends redis-server; } \
 	  || { echo "no redis-server, and apt-get cannot install one: install Redis 7 or Valkey" >&2; exit 1; }
 
+browser: ## install a headless Chromium from the system's packages if there is none
+	@command -v chromium-headless-shell >/dev/null || command -v chromium >/dev/null \
+	  || { echo "installing chromium-headless-shell with apt-get"; as=$$([ "$$(id -u)" = 0 ] || echo "sudo -n"); \
+	       $$as apt-get update -qq && $$as apt-get install -y -qq --no-install-recommends chromium-headless-shell; } \
+	  || echo "no Chromium could be installed: the tests of the page will be skipped" >&2
+
 ci: export EMBERKV_REQUIRE_REDIS = 1
 # Without kube-control-plane: to build one takes ten minutes; test-k8s uses one that is there.
-ci: redis-server lint type proto-check test demo test-vllm demo-vllm test-envoy test-k8s ## what CI runs
+ci: redis-server browser lint type proto-check test demo test-vllm demo-vllm test-envoy test-k8s ## what CI runs
 
 RUNS ?= 1000
 SEED ?= 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -30,12 +30,15 @@ from router.metrics import RouterMetrics
 from router.predicted import PredictedChains
 from router.prober import Prober, ProbeTimes
 from router.proxy import Proxy, ProxyLimits
-from router.routes import Routes
+from router.routes import Route, Routes
 from router.scoring import Speeds
 from router.server_connection import ServerLimits
 from router.speeds import LearningLimits, SpeedBook
 from router.tenants import Tenants
 from router.tokenize import TokenCache, Tokenizer
+from router.ui.pages import UiPages
+from router.ui.recent import RecentDecisions
+from router.ui.state import UiState
 from router.upstream_pool import UpstreamLimits, UpstreamPool
 from router.view import IndexView
 
@@ -91,6 +94,7 @@ class Router:
             rng=rng,
             clock=loop.time,
         )
+        self.recent = RecentDecisions(lambda: chooser.policy_name, loop.time)
         self.admission = Admission(chooser, _admission_limits(cfg), self.metrics)
         self.ledger.on_freed = self.admission.notice
         self.metrics.watch_line(self.admission.waiting)
@@ -105,7 +109,8 @@ class Router:
             ProxyLimits(cfg.retries, cfg.retry_after_seconds),
             self.tenants,
         )
-        self.admin = Admin(chooser, _gate(cfg.operator_token_file))
+        gate = _gate(cfg.operator_token_file)
+        self.admin = Admin(chooser, gate)
         routes = Routes(
             proxy,
             self.admin,
@@ -115,6 +120,7 @@ class Router:
             self.speeds,
             self.metrics,
             self.tenants,
+            self._pages(gate) if cfg.ui else {},
         )
         limits = ServerLimits(cfg.max_body_bytes, cfg.max_header_bytes, cfg.client_idle_seconds)
         self.server = HttpServer(routes.handle, limits)
@@ -148,6 +154,22 @@ class Router:
             self.metrics,
             ProbeTimes(cfg.health_interval_seconds, cfg.health_timeout_seconds),
         )
+
+    def _pages(self, gate: OperatorGate) -> Mapping[str, Mapping[str, Route]]:
+        chooser, clock = self._chooser, self._loop.time
+        chooser.on_routed = self.recent.note
+        state = UiState(
+            self.engines,
+            self.ledger,
+            self.speeds,
+            self._index,
+            self.admission,
+            self.metrics,
+            self.recent,
+            lambda: chooser.policy_name,
+            clock,
+        )
+        return UiPages(state, gate, clock).routes
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[int]:
@@ -213,6 +235,7 @@ class Router:
             self.tokens,
             self.addresses,
             self.ext_proc,
+            self.recent,
         )
         for part in parts:
             part.check_integrity()

@@ -56,6 +56,8 @@ class RouterSection(Section):
     policy: PolicyName = "cost"
     """All but cost are for comparison. Switched live by POST /admin/policy."""
 
+    ui: bool = True
+    """Serve the page /ui. Its data is for whoever may call /admin."""
     operator_token_file: Path | None = None
     """Secret that calls of /admin from other machines send; without it only loopback may call."""
 

@@ -122,6 +122,9 @@ class Decision:
     told: EngineHit | None
     """What the chosen engine's events say of the chain."""
     is_exploring: bool
+    plan: Plan
+    considered: Sequence[Candidate]
+    """All engines that had room, the chosen one too."""
 
     @property
     def told_hbm_tokens(self) -> int:
@@ -165,6 +168,8 @@ class Chooser:
         self.limits = limits
         self._rng = rng
         self._clock = clock
+        self.on_routed: Callable[[Decision], None] = lambda _: None
+        """Told of each decision that is being carried out."""
 
     def set_policy(self, name: PolicyName) -> None:
         """From the next choice on; what a policy kept for itself begins anew."""
@@ -224,6 +229,8 @@ class Chooser:
             chain.keys if chain else (),
             chain.engines.get(engine.url) if chain else None,
             picked.holding.node_tokens < most,
+            plan,
+            scored,
         )
 
     def has_other(self, plan: Plan, excluded: Collection[str]) -> bool:
@@ -253,6 +260,7 @@ class Chooser:
 
     def note_routed(self, decision: Decision) -> None:
         """The decision is being carried out: its chain will be in that engine's HBM."""
+        self.on_routed(decision)
         self._policy.routed(decision.chosen.engine.url)
         self._predicted.note(decision.chosen.engine.url, decision.keys, self._clock())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from router import usage
 from router.decision import Decision
 from router.metrics import RouterMetrics
+from router.scoring import attention_pairs
 
 
 def count_hits(
@@ -21,8 +22,23 @@ def count_hits(
         if tokens:
             metrics.predicted_tokens.labels(source).inc(tokens)
     metrics.told_hbm_tokens.inc(decision.told_hbm_tokens)
+    metrics.saved_seconds.inc(saved_seconds(decision, delivered))
     if delivered is not None:
         metrics.compared_tokens.inc(decision.predicted_hit_tokens)
         metrics.delivered_tokens.labels("all").inc(delivered.cached_tokens)
         for source, tokens in delivered.by_source.items():
             metrics.delivered_tokens.labels(source).inc(tokens)
+
+
+def saved_seconds(decision: Decision, delivered: usage.Delivered | None) -> float:
+    """Prefill that the engine was spared, less what fetching took; by the speeds of the choice."""
+    chosen = decision.chosen
+    prompt = decision.plan.prompt_tokens
+    cached = delivered.cached_tokens if delivered is not None else decision.predicted_hit_tokens
+    rest = max(1, prompt - cached)
+    if rest >= prompt:
+        return 0.0
+    speeds = chosen.candidate.speeds
+    whole = speeds.work_seconds(prompt, attention_pairs(prompt, prompt))
+    spent = speeds.work_seconds(rest, attention_pairs(rest, prompt)) + chosen.estimate.fetch_seconds
+    return max(0.0, whole - spent)

@@ -48,6 +48,10 @@ class RouterMetrics:
             "Tokens engines said they did not compute (source all: the whole, whatever the source)",
             ("source",),
         )
+        self.saved_seconds = counter(
+            "saved_prefill_seconds",
+            "Prefill that engines were spared, less the time of fetching, estimated",
+        )
         self.compared_tokens = counter(
             "compared_hit_tokens", "Predicted hit tokens of requests whose engine reported its hit"
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from emberkv_proto import __version__
@@ -47,14 +47,16 @@ class Routes:
         speeds: SpeedBook,
         metrics: RouterMetrics,
         tenants: Tenants | None,
+        pages: Mapping[str, Mapping[str, Route]],
     ) -> None:
+        """`pages`: further paths, by method."""
         self._tenants = tenants
         self._chooser = chooser
         self._engines = engines
         self._ledger = ledger
         self._speeds = speeds
         self._metrics = metrics
-        self._table: dict[str, dict[str, Route]] = {
+        self._table: dict[str, Mapping[str, Route]] = {
             "/v1/completions": {"POST": proxy.complete},
             "/v1/chat/completions": {"POST": proxy.complete},
             "/tokenize": {"POST": proxy.pass_on},
@@ -66,6 +68,7 @@ class Routes:
             "/health": {"GET": _own(self._health)},
             "/ready": {"GET": _own(self._ready)},
             "/metrics": {"GET": _own(self._render_metrics)},
+            **pages,
         }
 
     async def handle(self, request: Request, client: ServerConnection) -> None:

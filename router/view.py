@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from emberkv_proto.events import Keys
-from emberkv_proto.types import ChainHits, EngineInfo, NodeId
+from emberkv_proto.types import ChainHits, EngineInfo, NodeId, TierDigest
 
 
 class NodeView(Protocol):
@@ -22,6 +22,29 @@ class NodeView(Protocol):
 
     @property
     def engines(self) -> tuple[EngineInfo, ...]: ...
+
+    @property
+    def exactness(self) -> str:
+        """exact, or why its rows may differ from what it holds."""
+        ...
+
+    @property
+    def reported_state(self) -> str: ...
+
+    @property
+    def tiers(self) -> tuple[TierDigest, ...]:
+        """Rows as the index counts them; capacity and use as the node last reported them."""
+        ...
+
+    @property
+    def lag_seconds(self) -> float:
+        """Age of its newest event or report."""
+        ...
+
+    @property
+    def dropped(self) -> int:
+        """Rows refused because the index was full."""
+        ...
 
 
 class FoundEngine(Protocol):

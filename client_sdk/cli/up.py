@@ -65,6 +65,7 @@ def _print_addresses(console: Console, cluster: Cluster) -> None:
     console.print(
         f"router   {plan.router_url}/v1/chat/completions", highlight=False, soft_wrap=True
     )
+    console.print(f"page     {plan.router_url}/ui", highlight=False, soft_wrap=True)
     console.print(f"index    {plan.index_address}", highlight=False, soft_wrap=True)
     for node in plan.nodes:
         console.print(

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from emberkv_proto.events import Keys
-from emberkv_proto.types import ChainHits, EngineHit, EngineInfo, NodeHit, NodeId
+from emberkv_proto.types import ChainHits, EngineHit, EngineInfo, NodeHit, NodeId, TierDigest
 from global_index.kube.pods import EnginePod
 from router.app import Router
 from router.config import RouterSection
@@ -27,6 +27,11 @@ class HandNode:
     engines: tuple[EngineInfo, ...] = ()
     dram: set[int] = field(default_factory=set)
     """Index keys."""
+    exactness: str = "exact"
+    reported_state: str = "serving"
+    tiers: tuple[TierDigest, ...] = ()
+    lag_seconds: float = 0.0
+    dropped: int = 0
 
 
 class HandIndex:

@@ -1,0 +1,1 @@
+"""The page at /ui: what the router knows and does, for a person who keeps it open."""
