@@ -26,7 +26,7 @@ async def serve(settings: RouterSettings, load: Callable[[], RouterSettings]) ->
     """
     cfg, stop = settings.router, stop_signal()
     async with hosted_index(settings.index) as index:
-        router = Router(cfg, index.view, random.SystemRandom())
+        router = Router(cfg, index.view, random.SystemRandom(), index.view.tls)
         router.metrics.include(index.registry)
 
         def reload() -> None:

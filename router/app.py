@@ -10,7 +10,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from client_sdk.aio import TaskGroup
+from client_sdk.hint_client import HintClient
 from client_sdk.operator_gate import OperatorGate, read_token
+from client_sdk.tls import Tls
 from router.admin import Admin
 from router.admission import Admission, AdmissionLimits
 from router.candidates import Preferences
@@ -23,6 +25,7 @@ from router.ext_proc.addresses import Addresses
 from router.ext_proc.picking import Picker
 from router.ext_proc.server import ExtProcServer
 from router.health import BreakerLimits
+from router.hints import Hinter, HintLimits
 from router.http_server import HttpServer
 from router.live import Changes, compare, with_live_changes
 from router.load import LoadLedger
@@ -30,10 +33,12 @@ from router.metrics import RouterMetrics
 from router.predicted import PredictedChains
 from router.prober import Prober, ProbeTimes
 from router.proxy import Proxy, ProxyLimits
+from router.remote_prefill import RemoteLimits, RemotePrefill
 from router.routes import Route, Routes
 from router.scoring import Speeds
 from router.server_connection import ServerLimits
 from router.speeds import LearningLimits, SpeedBook
+from router.splitting import SplitRules
 from router.tenants import Tenants
 from router.tokenize import TokenCache, Tokenizer
 from router.ui.pages import UiPages
@@ -50,7 +55,14 @@ IDLE_CHECK_SECONDS = 1.0
 class Router:
     """All parts of one router. `running` starts and ends them in the right order."""
 
-    def __init__(self, cfg: RouterSection, index: IndexView, rng: random.Random) -> None:
+    def __init__(
+        self,
+        cfg: RouterSection,
+        index: IndexView,
+        rng: random.Random,
+        tls: Tls | None = None,
+    ) -> None:
+        """`tls`: towards the daemons, if they want it."""
         loop = asyncio.get_running_loop()
         self._cfg = cfg
         self._index = index
@@ -99,6 +111,23 @@ class Router:
         self.ledger.on_freed = self.admission.notice
         self.metrics.watch_line(self.admission.waiting)
         self.tenants = _tenants(cfg, loop.time)
+        self.hinter = Hinter(
+            HintClient(tls),
+            HintLimits(cfg.prefetch_hints, cfg.prefetch_queue_seconds, cfg.response_seconds),
+            self.metrics,
+            loop.time,
+        )
+        remote_prefill = RemotePrefill(
+            chooser,
+            self.ledger,
+            self.speeds,
+            EngineClient(self.pool),
+            self.hinter,
+            SplitRules(cfg.remote_prefill_tokens, cfg.remote_prefill_factor),
+            RemoteLimits(cfg.response_seconds, cfg.handover_patience_seconds, cfg.handover_seconds),
+            self.metrics,
+            loop.time,
+        )
         proxy = Proxy(
             chooser,
             self.admission,
@@ -107,6 +136,8 @@ class Router:
             self.pool,
             self.metrics,
             ProxyLimits(cfg.retries, cfg.retry_after_seconds),
+            self.hinter,
+            remote_prefill,
             self.tenants,
         )
         gate = _gate(cfg.operator_token_file)
@@ -207,6 +238,7 @@ class Router:
                         task.cancel()
         finally:
             await self.ext_proc.drain(0)
+            await self.hinter.close()
             await self.pool.close()
 
     def reconfigure(self, wanted: RouterSection) -> Changes:
@@ -258,6 +290,7 @@ class Router:
         self.predicted.forget(engine.url)
         self.ledger.forget(engine.url)
         self.speeds.forget(engine.url)
+        self.hinter.forget(engine)
 
     async def _every(self, seconds: float, action: Callable[[], None]) -> None:
         while True:

@@ -91,6 +91,20 @@ class RouterSection(Section):
     predicted_seconds: Seconds = 3.0
     """How long a routed chain counts as present on its engine before any event says so."""
 
+    prefetch_hints: bool = True
+    """Tell the chosen node's daemon to bring what is on its SSD or elsewhere while a request waits
+    for its engine; ends with the request."""
+    prefetch_queue_seconds: Annotated[float, Field(ge=0)] = 0.02
+    """A request that waits for less, by the estimate, gets no hint."""
+    remote_prefill_tokens: Annotated[int, Field(ge=1)] = 256
+    """A decode engine that has less than this left to compute prefills itself."""
+    remote_prefill_factor: Annotated[float, Field(gt=0)] = 3.0
+    """So does one whose prefill engines would take so many times as long."""
+    handover_patience_seconds: Annotated[float, Field(gt=0, le=600)] = 5.0
+    """How long the decode node waits for the prefill node's next block."""
+    handover_seconds: Seconds = 1.0
+    """How long a decode engine is kept waiting for the last blocks once the prefill is over."""
+
     retries: Annotated[int, Field(ge=0, le=16)] = 2
     """Further engines tried when one fails before the first byte of its response."""
     connect_seconds: Seconds = 2.0

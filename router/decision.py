@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from emberkv_proto.hashing import block_hashes, index_keys
-from emberkv_proto.types import ChainHits, EngineHit, NamespaceId, NodeHit
-from router.candidates import Asked, Candidate, Preferences, estimate_of, make_policy
+from emberkv_proto.types import BlockHash, ChainHits, EngineHit, NamespaceId, NodeHit
+from router.candidates import Asked, Candidate, CostPolicy, Preferences, estimate_of, make_policy
 from router.config import PolicyName
 from router.engines import Engine, EngineTable
 from router.load import LoadLedger
@@ -78,6 +78,7 @@ class ChainKind:
 class Chain:
     """A prompt's blocks in one namespace, and who holds them."""
 
+    hashes: Sequence[BlockHash]
     keys: Sequence[int]
     hits: Mapping[str, NodeHit]
     engines: Mapping[str, EngineHit]
@@ -125,6 +126,9 @@ class Decision:
     plan: Plan
     considered: Sequence[Candidate]
     """All engines that had room, the chosen one too."""
+    kind: ChainKind | None = None
+    """Of the chain's blocks on the chosen engine's node; None where they are not known."""
+    hashes: Sequence[BlockHash] = ()
 
     @property
     def told_hbm_tokens(self) -> int:
@@ -162,6 +166,7 @@ class Chooser:
         self._predicted = predicted
         self._tokenizer = tokenizer
         self._preferences = preferences
+        self._prefill_policy = CostPolicy(preferences)
         self.set_policy(policy)
         self._speeds = speeds
         self._metrics = metrics
@@ -231,7 +236,27 @@ class Chooser:
             picked.holding.node_tokens < most,
             plan,
             scored,
+            kind if chain else None,
+            chain.hashes if chain else (),
         )
+
+    def choose_prefill(self, plan: Plan, decision: Decision) -> Scored | None:
+        """The prefill engine with the least t(i), whose blocks the decision's engine can read.
+
+        None: there is no such engine, or none has room.
+        """
+        candidates = [
+            self._candidate(engine, plan)
+            for engine in self._engines.prefilling(plan.model)
+            if engine.node_id and _kind(engine) == decision.kind and self._has_room(engine)
+        ]
+        if not candidates:
+            return None
+        asked = Asked(plan.prompt_tokens, plan.affinity)
+        picked = self._prefill_policy.pick(asked, candidates, self._rng)
+        engine = self._engines.get(picked.url)
+        assert engine is not None
+        return Scored(engine, picked, estimate_of(picked, plan.prompt_tokens))
 
     def has_other(self, plan: Plan, excluded: Collection[str]) -> bool:
         """Whether `choose` would find an engine now."""
@@ -304,6 +329,7 @@ class Chooser:
             hits = ChainHits()
         numbers: list[int] = keys.tolist()
         return Chain(
+            hashes,
             numbers,
             {hit.node_id: hit for hit in hits.nodes},
             {hit.url.rstrip("/"): hit for hit in reversed(hits.engines)},

@@ -46,16 +46,21 @@ class EngineClient:
         Raises:
             UpstreamError: no answer within the deadline, or one over 64 MiB.
         """
+        raw = format_request(engine, method, target, body)
+        return await self.send(engine, raw, target.decode(), deadline_seconds)
+
+    async def send(self, engine: Engine, raw: bytes, what: str, deadline_seconds: float) -> Fetched:
+        """As `fetch`, for a request that is written already; errors name `what`."""
         try:
             async with timeout(deadline_seconds):
-                return await self._fetch(engine, method, target, body)
+                return await self._send(engine, raw, what)
         except (TimeoutError, asyncio.TimeoutError):
             raise ResponseTimeoutError(
-                f"{engine.name}: no answer to {target.decode()} in {deadline_seconds} s"
+                f"{engine.name}: no answer to {what} in {deadline_seconds} s"
             ) from None
 
-    async def _fetch(self, engine: Engine, method: str, target: bytes, body: bytes) -> Fetched:
-        exchange = await self._pool.begin(engine, format_request(engine, method, target, body))
+    async def _send(self, engine: Engine, raw: bytes, what: str) -> Fetched:
+        exchange = await self._pool.begin(engine, raw)
         pieces: list[bytes] = []
         size = 0
 
@@ -69,5 +74,5 @@ class EngineClient:
 
         await exchange.connection.relay(exchange.head, exchange.head.payload_body(), keep)
         if size > MAX_BODY_BYTES:
-            raise DiedError(f"{engine.name}: answer to {target.decode()} is over 64 MiB")
+            raise DiedError(f"{engine.name}: answer to {what} is over 64 MiB")
         return Fetched(exchange.head.status, b"".join(pieces))

@@ -6,7 +6,7 @@ whose daemon died serves on by recompute, and whether it lives is a matter of it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -31,6 +31,9 @@ class Engine:
     model: str = ""
     """As announced or configured; empty when only /v1/models can tell."""
     role: str = "both"
+    """both, prefill or decode."""
+    daemon_address: str = ""
+    """gRPC of its node's daemon; empty while none is known."""
     namespace_id: NamespaceId | None = None
     block_tokens: int = 0
     is_static: bool = False
@@ -115,25 +118,27 @@ class EngineTable:
         for pod in found:
             if self._announce(pod.info, pod.node_id, now):
                 announced.add(pod.info.url)
+        addresses: dict[str, str] = {}
         for node in nodes:
             if node.liveness not in ANNOUNCING:
                 continue
+            addresses[node.node_id] = node.grpc_address
             for info in node.engines:
                 if info.url and self._announce(info, node.node_id, now):
                     announced.add(info.url.rstrip("/"))
         for engine in self._engines.values():
             engine.is_announced = engine.url in announced
             engine.is_unready = engine.url in unready
+            engine.daemon_address = addresses.get(engine.node_id, "")
         self._forget(now)
 
     def serving(self, model: str) -> list[Engine]:
         """Return the healthy engines that can answer for `model`: ready ones, if there are any."""
-        healthy = [
-            engine
-            for engine in self._engines.values()
-            if engine.health.is_healthy and engine.role != "prefill" and engine.serves(model)
-        ]
-        return [engine for engine in healthy if not engine.is_unready] or healthy
+        return self._usable(model, ("both", "decode"))
+
+    def prefilling(self, model: str) -> list[Engine]:
+        """Return the healthy engines that only prefill, likewise."""
+        return self._usable(model, ("prefill",))
 
     @property
     def has_healthy(self) -> bool:
@@ -155,6 +160,14 @@ class EngineTable:
             return False
         _describe(engine, info, node_id)
         return True
+
+    def _usable(self, model: str, roles: Collection[str]) -> list[Engine]:
+        healthy = [
+            engine
+            for engine in self._engines.values()
+            if engine.health.is_healthy and engine.role in roles and engine.serves(model)
+        ]
+        return [engine for engine in healthy if not engine.is_unready] or healthy
 
     def _forget(self, now: float) -> None:
         for engine in tuple(self._engines.values()):

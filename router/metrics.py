@@ -31,6 +31,9 @@ class RouterMetrics:
         def counter(name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
             return Counter(PREFIX + name, text, labels, registry=self.registry)
 
+        def histogram(name: str, text: str) -> Histogram:
+            return Histogram(PREFIX + name, text, buckets=_WAIT_BUCKETS, registry=self.registry)
+
         self.requests = counter(
             "requests",
             "Answers, by engine (empty: none) and status",
@@ -69,6 +72,38 @@ class RouterMetrics:
         self.waited_seconds = Histogram(
             PREFIX + "waited_seconds",
             "Time in line of requests that found every engine full, however it ended",
+            buckets=_WAIT_BUCKETS,
+            registry=self.registry,
+        )
+        self.hints = counter(
+            "hints", "Chains that daemons were asked to bring, by what became of it", ("outcome",)
+        )
+        self.splits = counter(
+            "splits",
+            "Requests to decode engines, by where they are prefilled (short, slow and no_engine:"
+            " there)",
+            ("decided",),
+        )
+        self.remote_prefills = counter(
+            "remote_prefills",
+            "Prefills elsewhere (cut: the blocks could not reach the decode engine's node)",
+            ("outcome",),
+        )
+        self.handover_blocks = counter(
+            "handover_blocks",
+            "Blocks at the decode node when the prefill was over, and after waiting for the rest",
+            ("when",),
+        )
+        self.remote_prefill_seconds = histogram(
+            "remote_prefill_seconds", "From the choice of engines to the decode engine's turn"
+        )
+        self.handover_seconds = histogram(
+            "handover_seconds", "From the end of a prefill until its last block is there"
+        )
+        self.first_byte_seconds = Histogram(
+            PREFIX + "first_byte_seconds",
+            "From the first choice of an engine to the first byte of the answer's body",
+            ("prefill",),
             buckets=_WAIT_BUCKETS,
             registry=self.registry,
         )

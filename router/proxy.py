@@ -13,6 +13,8 @@ from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import Any
 
+from prometheus_client import Histogram
+
 from router import usage
 from router.admission import Admission
 from router.chunked import UntilCloseBody
@@ -26,11 +28,13 @@ from router.decision import (
 )
 from router.engines import Engine
 from router.forwarding import client_head, request_id, upstream_request
+from router.hints import Hinter
 from router.hit_counts import count_hits
 from router.http_message import Request, Response, error_response
 from router.load import Charge, LoadLedger
 from router.metrics import RouterMetrics
 from router.relay import Relay
+from router.remote_prefill import RemotePrefill
 from router.scoring import attention_pairs
 from router.server_connection import ServerConnection
 from router.speeds import SpeedBook
@@ -87,6 +91,8 @@ class _Attempt:
     tried: frozenset[str]
     """Engines asked so far, this one included."""
     visit: Visit | None
+    began: float
+    first_byte: Histogram
 
     @property
     def engine(self) -> Engine:
@@ -129,8 +135,12 @@ class Proxy:
         pool: UpstreamPool,
         metrics: RouterMetrics,
         limits: ProxyLimits,
+        hinter: Hinter,
+        remote_prefill: RemotePrefill,
         tenants: Tenants | None = None,
     ) -> None:
+        self._hinter = hinter
+        self._remote_prefill = remote_prefill
         self._tenants = tenants
         self._chooser = chooser
         self._admission = admission
@@ -237,11 +247,18 @@ class Proxy:
         decision: Decision,
         visit: Visit | None,
     ) -> None:
-        identity = request_id(request)
+        identity, began = request_id(request), self._loop.time()
         tried: frozenset[str] = frozenset()
+        handover = self._remote_prefill.planned(plan, decision)
+        if handover is not None:
+            remote = self._remote_prefill.run(handover, request, identity, plan, decision)
+            decision = await remote
+        first_byte = self._metrics.first_byte_seconds.labels("remote" if handover else "local")
         while True:
             tried |= {decision.chosen.engine.url}
-            attempt = _Attempt(request, identity, client, plan, decision, tried, visit)
+            attempt = _Attempt(
+                request, identity, client, plan, decision, tried, visit, began, first_byte
+            )
             failure = await self._try(attempt)
             if failure is None:
                 return
@@ -263,6 +280,7 @@ class Proxy:
         with (
             self._ledger.charge(engine.url, uncached, pairs) as charge,
             self._speeds.watch(engine.url) as watched,
+            self._hinter.queued(attempt.decision),
         ):
             self._chooser.note_routed(attempt.decision)
             try:
@@ -312,6 +330,7 @@ class Proxy:
         def begun() -> None:
             charge.prefilled()
             watched.answered()
+            attempt.first_byte.observe(self._loop.time() - attempt.began)
 
         relay = Relay(head, body, write, begun)
         client.attach(exchange.connection)

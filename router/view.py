@@ -21,6 +21,11 @@ class NodeView(Protocol):
         ...
 
     @property
+    def grpc_address(self) -> str:
+        """Where its daemon is asked; empty while it has not said."""
+        ...
+
+    @property
     def engines(self) -> tuple[EngineInfo, ...]: ...
 
     @property

@@ -45,6 +45,7 @@ from store_daemon.shared_pulls import SharedPull, SharedPulls
 from store_daemon.transport.base import Peer, Transport, TransportAddress
 
 log = logging.getLogger(__name__)
+LONGEST_LEASE_SECONDS = 60.0
 
 
 class IndexQueries(Protocol):
@@ -65,6 +66,10 @@ class PullLimits:
     acquire_seconds: float = 2.0
     release_seconds: float = 1.0
     lease_margin_seconds: float = 2.0
+    lease_seconds: float = 10.0
+    """For one window, unless it is expected to take a good part of that: so long a node that died
+    while it pulled keeps blocks of the owner's from eviction."""
+    lease_times_expected: float = 5.0
     blame_seconds: float = 0.1
     """A peer that let a shorter deadline pass is not held to have failed."""
     blocks_per_pull: int = 4096
@@ -437,9 +442,13 @@ class PeerPuller:
             self._window_blocks(run),
         )
 
+        speed = self._health_of(node_id).bytes_per_second(self._clock())
+
         def ask(window: Sequence[BlockHash]) -> Coroutine[None, None, RemoteGrant]:
             left = max(0.001, run.deadline - self._clock())
-            seconds = min(left + limits.lease_margin_seconds, 60.0)
+            expected = len(window) * run.block_bytes / speed
+            needed = max(limits.lease_seconds, limits.lease_times_expected * expected)
+            seconds = min(left + limits.lease_margin_seconds, needed, LONGEST_LEASE_SECONDS)
             timeout = min(left, limits.acquire_seconds)
             return self._client.acquire(
                 address, run.namespace, window, seconds, timeout, wait_seconds

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from client_sdk.cli.process import ProcessSpec
 from client_sdk.settings import Section, Settings, load_settings
@@ -36,6 +36,9 @@ class ClusterSection(Section):
 
     nodes: Annotated[int, Field(ge=1, le=_MAX_NODES)] = 2
     """Each is a store daemon and an engine: node-a with engine-a, node-b with engine-b, ..."""
+    prefill_nodes: Annotated[int, Field(ge=0, lt=_MAX_NODES)] = 0
+    """So many of them, the first ones, have an engine that only prefills; then the others' only
+    decode. 0: every engine does both (docs/prefill-decode.md)."""
     base_dir: Path | None = None
     """Where the run makes its directory (SSD segments, logs, sockets); empty: the temporary one."""
     router_port: Port = 8000
@@ -44,6 +47,20 @@ class ClusterSection(Section):
     """gRPC of the index that the router embeds; `emberkv status` asks here. 0 picks a free port."""
     ready_seconds: Annotated[float, Field(gt=0)] = 60.0
     """How long a process may take until it serves."""
+
+    @model_validator(mode="after")
+    def _somebody_decodes(self) -> ClusterSection:
+        if self.prefill_nodes >= self.nodes:
+            raise ValueError(
+                f"prefill_nodes {self.prefill_nodes} leaves none of {self.nodes} nodes to decode"
+            )
+        return self
+
+    def role_args(self, number: int) -> list[str]:
+        """Settings of the role of engine `number`; none where the file decides."""
+        if not self.prefill_nodes:
+            return []
+        return [f"engine.role={'prefill' if number < self.prefill_nodes else 'decode'}"]
 
 
 class ClusterSettings(Settings):
@@ -169,7 +186,7 @@ def plan_cluster(
             section.ready_seconds,
         )
 
-    def node(letter: str) -> NodePlan:
+    def node(number: int, letter: str) -> NodePlan:
         node_id, engine_id = f"node-{letter}", f"engine-{letter}"
         directory = run_dir / node_id
         socket_path = _checked_socket_path(run_dir / f"{node_id}.sock")
@@ -201,12 +218,13 @@ def plan_cluster(
                 f"engine.port={engine_port}",
                 f"engine.socket_path={socket_path}",
                 f"engine.endpoint_file={directory / 'engine.json'}",
+                *section.role_args(number),
             ],
         )
         url = f"http://{LOOPBACK}:{engine_port}"
         return NodePlan(node_id, daemon, engine, f"{LOOPBACK}:{grpc_port}", socket_path, url)
 
-    nodes = tuple(node(letter) for letter in names)
+    nodes = tuple(node(number, letter) for number, letter in enumerate(names))
     router_endpoint = run_dir / "router.json"
     router = spec(
         "router",

@@ -32,6 +32,7 @@ class HandNode:
     tiers: tuple[TierDigest, ...] = ()
     lag_seconds: float = 0.0
     dropped: int = 0
+    grpc_address: str = ""
 
 
 class HandIndex:

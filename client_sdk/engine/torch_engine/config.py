@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -22,6 +22,7 @@ class EngineSection(Section):
     endpoint_file: Path | None = None  # gets the URL as JSON once the port is open
     engine_id: Annotated[str, Field(min_length=1, max_length=253)] = "engine"
     socket_path: str = ""  # of the store daemon; empty: no store
+    role: Literal["both", "prefill", "decode"] = "both"  # what routers send here
     model: Annotated[str, Field(min_length=1)] = "ember-tiny"
     seed: int = 0
     layers: Count = 4

@@ -38,6 +38,7 @@ class _Flight:
     said: asyncio.Queue[int | None] = field(default_factory=asyncio.Queue)
     submitted_at: float = field(default_factory=time.monotonic)
     load: Verified | None = None
+    saves: list[asyncio.Task[None]] = field(default_factory=list)
 
 
 class TorchEngine:
@@ -83,7 +84,9 @@ class TorchEngine:
 
     def _info(self, url: str) -> EngineInfo:
         cfg = self.cfg
-        info = EngineInfo(cfg.engine_id, url, cfg.model, self.namespace.id, cfg.block_tokens)
+        info = EngineInfo(
+            cfg.engine_id, url, cfg.model, self.namespace.id, cfg.block_tokens, role=cfg.role
+        )
         if self._publisher is None:
             return info
         host = urlsplit(url).hostname or cfg.host
@@ -102,6 +105,9 @@ class TorchEngine:
     async def answer(self, request: Request) -> AsyncGenerator[int, None]:
         """Say up to `max_tokens` tokens. Closing the generator ends the request.
 
+        In the role `prefill` it ends only when the blocks are in the store, or could not get there:
+        whoever waits for the answer goes on to read them.
+
         Raises:
             UnavailableError: the engine does not run, ends, or could not compute.
         """
@@ -116,6 +122,8 @@ class TorchEngine:
                 if (token := await flight.said.get()) is None:
                     raise UnavailableError("the engine ended the request")
                 yield token
+            if flight.saves:
+                await asyncio.wait(flight.saves, timeout=self.cfg.store_timeout_seconds)
         finally:
             self._end(request)
 
@@ -139,10 +147,11 @@ class TorchEngine:
         self.scheduler.check_integrity()
         assert {*self.scheduler.active, *self.scheduler.waiting} == set(self._flights)
 
-    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+    def _spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     async def _run(self) -> None:
         try:
@@ -260,7 +269,9 @@ class TorchEngine:
         save = self._store.save(hashes, blocks, parent, tenant)
         self.scheduler.pool.touch(blocks)
         self._save_room_blocks -= len(blocks)
-        self._spawn(self._finish_save(save, blocks))
+        saved = self._spawn(self._finish_save(save, blocks))
+        if self.cfg.role == "prefill":
+            self._flights[request].saves.append(saved)
         request.saved = full
 
     async def _finish_save(self, save: Future[None], blocks: Sequence[int]) -> None:

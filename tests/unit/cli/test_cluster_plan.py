@@ -111,3 +111,19 @@ def test_directories_are_private_and_removed_whole(tmp_path: Path) -> None:
     plan.remove_files()
     assert list(tmp_path.iterdir()) == []
     plan.remove_files()
+
+
+def test_first_nodes_prefill_and_the_others_decode_when_told_so() -> None:
+    plan = plan_cluster(ClusterSection(nodes=3, prefill_nodes=1))
+    roles = [
+        [argument for argument in node.engine.arguments if argument.startswith("engine.role=")]
+        for node in plan.nodes
+    ]
+    assert roles == [["engine.role=prefill"], ["engine.role=decode"], ["engine.role=decode"]]
+    plain = plan_cluster(ClusterSection(nodes=2))
+    assert not any("engine.role" in argument for argument in plain.nodes[0].engine.arguments)
+
+
+def test_somebody_must_decode() -> None:
+    with pytest.raises(ValueError, match="leaves none of 2 nodes to decode"):
+        ClusterSection(nodes=2, prefill_nodes=2)

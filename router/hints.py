@@ -1,0 +1,166 @@
+"""Tells a node's daemon to bring what a request will need, while the request waits for its engine.
+
+A hint lasts as long as its `with` block: leaving it, by whatever door, calls off what has not begun
+to move. A daemon that is away costs nothing but a counter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
+
+from client_sdk.hint_client import HintClient, HintedSource
+from emberkv_proto.errors import DeadlineError, EmberError, UnavailableError
+from emberkv_proto.types import BlockHash, NamespaceId
+from router.decision import Decision
+from router.engines import Engine
+from router.metrics import RouterMetrics
+
+log = logging.getLogger(__name__)
+MAX_HINTS = 1024
+"""At a time; further requests go without."""
+AWAY_SECONDS = 2.0
+"""A daemon that could not be reached is not told anything for so long."""
+
+
+@dataclass(frozen=True, slots=True)
+class HintLimits:
+    """`least_queue_seconds`: a request that waits for less gets no hint."""
+
+    is_on: bool
+    least_queue_seconds: float
+    deadline_seconds: float
+
+
+class Hint:
+    """A chain on its way to one node's DRAM. Waiting for it is safe at any time."""
+
+    def __init__(self) -> None:
+        self.readable_blocks = 0
+        """Of the chain's leading blocks, as the daemon said last."""
+        self._over = asyncio.Event()
+
+    @property
+    def is_over(self) -> bool:
+        """No more will come by it."""
+        return self._over.is_set()
+
+    def end(self) -> None:
+        self._over.set()
+
+    async def over(self) -> None:
+        await self._over.wait()
+
+
+class Hinter:
+    """All hints of one router. Belongs to its event loop; `close` it there."""
+
+    def __init__(
+        self,
+        client: HintClient,
+        limits: HintLimits,
+        metrics: RouterMetrics,
+        clock: Callable[[], float],
+    ) -> None:
+        self._client = client
+        self._limits = limits
+        self._metrics = metrics
+        self._clock = clock
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._away_until: dict[str, float] = {}
+
+    def __len__(self) -> int:
+        """How many are in progress."""
+        return len(self._tasks)
+
+    @contextmanager
+    def queued(self, decision: Decision) -> Iterator[None]:
+        """Bring what the estimate fetches from SSD or peers, if the request has to wait."""
+        chosen = decision.chosen
+        used, limits = chosen.estimate.used, self._limits
+        is_wanted = (
+            limits.is_on
+            and decision.kind is not None
+            and bool(used.ssd_tokens or used.peer_tokens)
+            and chosen.estimate.queue_seconds >= limits.least_queue_seconds
+        )
+        if not is_wanted or decision.kind is None:
+            yield
+            return
+        tokens = used.node_tokens + used.peer_tokens
+        hashes = decision.hashes[: tokens // decision.kind.block_tokens]
+        with self.bring(chosen.engine, decision.kind.namespace_id, hashes):
+            yield
+
+    @contextmanager
+    def bring(
+        self,
+        engine: Engine,
+        namespace_id: NamespaceId,
+        hashes: Sequence[BlockHash],
+        source: HintedSource | None = None,
+    ) -> Iterator[Hint]:
+        """Have a chain brought to the engine's node while in the block. See `HintClient`."""
+        hint = Hint()
+        address, now = engine.daemon_address, self._clock()
+        if not (address and hashes):
+            self._count("no_daemon", hint)
+        elif len(self._tasks) >= MAX_HINTS:
+            self._count("too_many", hint)
+        elif now < self._away_until.get(address, 0.0):
+            self._count("away", hint)
+        else:
+            work = self._run(hint, address, namespace_id, hashes, source)
+            task = asyncio.get_running_loop().create_task(work)
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+            try:
+                yield hint
+            finally:
+                task.cancel()
+            return
+        yield hint
+
+    def forget(self, engine: Engine) -> None:
+        """The engine is gone; what is known of its daemon is too."""
+        self._away_until.pop(engine.daemon_address, None)
+
+    async def close(self) -> None:
+        """Call all off and wait for them."""
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(set(self._tasks))
+        await self._client.close()
+
+    async def _run(
+        self,
+        hint: Hint,
+        address: str,
+        namespace_id: NamespaceId,
+        hashes: Sequence[BlockHash],
+        source: HintedSource | None,
+    ) -> None:
+        outcome = "cancelled"
+        try:
+            progress = self._client.prefetch(
+                address, namespace_id, hashes, self._limits.deadline_seconds, source
+            )
+            async with aclosing(progress):
+                async for said in progress:
+                    hint.readable_blocks = said.readable_blocks
+            outcome = "done"
+        except EmberError as error:
+            outcome = "failed"
+            log.info("hint to %s: %s", address, error)
+            if isinstance(error, UnavailableError | DeadlineError):
+                self._away_until[address] = self._clock() + AWAY_SECONDS
+        finally:
+            self._count(outcome, hint)
+
+    def _count(self, outcome: str, hint: Hint) -> None:
+        self._metrics.hints.labels(outcome).inc()
+        hint.end()

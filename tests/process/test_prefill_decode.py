@@ -1,0 +1,92 @@
+"""Prefill on one node, decode on another: same answers, blocks on the way while they are made, and
+whatever dies in between, an answer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from emberkv_proto.types import Tier
+from tests.helpers.cluster import wait_until
+from tests.helpers.server_process import ServerProcess
+from tests.helpers.split_site import MODEL, Completion, SplitSite
+from tests.helpers.torch_engines import TINY, uncached_answers
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
+BLOCK_TOKENS = int(TINY["block_tokens"])
+ANSWER = 9
+
+
+def prompt(number: int, tokens: int) -> list[int]:
+    return [(7 * position * (number + 3) + number) % 251 for position in range(tokens)]
+
+
+def test_prompt_is_prefilled_elsewhere_and_its_blocks_come_while_it_is(tmp_path: Path) -> None:
+    first, short = prompt(1, 1201), prompt(2, 40)
+    expected = uncached_answers([first, short], ANSWER, **MODEL)
+    with SplitSite(tmp_path, prefill_step_tokens=16, decoders=1) as site:
+        answer = site.complete(first, ANSWER)
+        assert (answer.status, answer.token_ids) == (200, expected[0]), answer.text
+        assert answer.engine == "decode-0"
+        assert site.metric("splits_total", '{decided="remote"}') == 1
+        assert site.metric("remote_prefills_total", '{outcome="done"}') == 1
+        # Everything but the last token came from the prefill engine, much of it before its end.
+        details = answer.usage["prompt_tokens_details"]
+        assert details["dram_tokens"] + details["peer_tokens"] == 1200
+        during = site.metric("handover_blocks_total", '{when="during"}')
+        after = site.metric("handover_blocks_total", '{when="after"}')
+        assert during + after == 300
+        assert during > 100
+        assert site.node_d.counter("pulled_blocks") >= 300
+        assert site.node_d.counter("handovers") == 1
+        assert site.metric("first_byte_seconds_count", '{prefill="remote"}') == 1
+        # The prefill node keeps them too, on SSD a little later.
+        wait_until(
+            lambda: site.node_p.gauge(f'blocks{{tier="{Tier.SSD.name.lower()}"}}') >= 300,
+            "the prefill node has written its blocks back",
+        )
+
+        # What little is left is prefilled where it is decoded.
+        answer = site.complete(short, ANSWER)
+        assert answer.token_ids == expected[1]
+        assert site.metric("splits_total", '{decided="short"}') == 1
+
+        # The next turn finds the answer's blocks at home: they were written back meanwhile.
+        turn = [*first, *expected[0], *prompt(3, 30)]
+        blocks = (len(first) + ANSWER - 1) // BLOCK_TOKENS
+        wait_until(
+            lambda: site.node_d.counter("committed_parts") >= blocks - 300,
+            "the decode engine has saved the full blocks of its answer",
+        )
+        answer = site.complete(turn, ANSWER)
+        assert (answer.token_ids,) == tuple(uncached_answers([turn], ANSWER, **MODEL))
+        details = answer.usage["prompt_tokens_details"]
+        assert details["cached_tokens"] >= blocks * BLOCK_TOKENS
+        assert site.metric("splits_total", '{decided="remote"}') == 1
+
+
+@pytest.mark.slow
+def test_whatever_dies_while_blocks_travel_the_client_gets_its_answer(tmp_path: Path) -> None:
+    prompts = [prompt(10 + number, 1601) for number in range(4)]
+    expected = uncached_answers(prompts, ANSWER, **MODEL)
+    with SplitSite(tmp_path, prefill_step_tokens=8) as site:
+
+        def kill_in_mid_transfer(victim: ServerProcess, number: int) -> Completion:
+            before = site.node_d.counter("pulled_blocks")
+            asked = site.ask(prompts[number], ANSWER)
+            wait_until(lambda: site.node_d.counter("pulled_blocks") > before + 5, "blocks travel")
+            victim.kill()
+            answer = asked.answer()
+            got = answer.status, answer.token_ids
+            assert got == (200, expected[number]), f"{victim.name}: {answer.text}"
+            return answer
+
+        for number, victim in enumerate((site.prefill, site.node_p, site.node_d)):
+            kill_in_mid_transfer(victim, number)
+            site.start_again(victim)
+        answer = kill_in_mid_transfer(site.decoders[0], 3)
+        assert answer.engine == "decode-1"
+        assert site.metric("remote_prefills_total", '{outcome="failed"}') == 1
+        assert site.metric("remote_prefills_total", '{outcome="cut"}') == 2
+        wait_until(lambda: site.node_p.gauge("leases") == 0, "no lease is left")

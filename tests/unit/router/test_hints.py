@@ -1,0 +1,107 @@
+"""What daemons are told while a request waits for its engine."""
+
+from __future__ import annotations
+
+import asyncio
+
+from emberkv_proto.hashing import block_hashes, index_keys
+from emberkv_proto.types import EngineInfo, NamespaceId, NodeId
+from tests.helpers.fake_engine import FakeEngine, hang
+from tests.helpers.fake_hints import FakeHints
+from tests.helpers.router_client import (
+    HandIndex,
+    HandNode,
+    RunningRouter,
+    connected,
+    request,
+    running_router,
+)
+from tests.helpers.waiting import until
+
+SPACE = NamespaceId(b"n" * 16)
+BLOCK = 4
+PROMPT = list(range(400))
+HASHES = block_hashes(SPACE, PROMPT, BLOCK)
+BODY = {"model": "m", "prompt": PROMPT}
+
+
+def two_nodes(engine: FakeEngine, daemon: str) -> HandIndex:
+    """The engine's node, which has nothing, and one that has the first 60 blocks."""
+    info = EngineInfo("engine-a", engine.url, "m", SPACE, BLOCK)
+    here = HandNode(NodeId("a"), engines=(info,), grpc_address=daemon)
+    other = HandNode(NodeId("b"), dram=set(index_keys(HASHES[:60]).tolist()))
+    return HandIndex(here, other)
+
+
+async def until_counted(router: RunningRouter, outcome: str, count: int = 1) -> None:
+    await until(lambda: router.counter("hints_total", outcome=outcome) == count)
+
+
+async def test_daemon_is_told_what_the_estimate_fetches_for_as_long_as_the_request_lasts() -> None:
+    async with FakeHints().serving() as daemon, FakeEngine().serving() as engine:
+        engine.completion = hang()
+        index = two_nodes(engine, daemon.address)
+        async with running_router(index=index, prefetch_queue_seconds=0) as router:
+            async with connected(router.port) as client:
+                client.post("/v1/completions", BODY)
+                await asyncio.wait_for(daemon.came.wait(), 10)
+                (hint,) = daemon.hints
+                assert hint.hashes == HASHES[:60]
+                assert hint.request.namespace_id == SPACE
+                assert hint.request.source_node_id == ""
+                assert not hint.ended.is_set()
+            await asyncio.wait_for(hint.ended.wait(), 10)
+            await until_counted(router, "cancelled")
+            await router.settled()
+
+
+async def test_hint_that_is_done_costs_the_request_nothing() -> None:
+    async with FakeHints().serving() as daemon, FakeEngine().serving() as engine:
+        daemon.go_on.set()
+        index = two_nodes(engine, daemon.address)
+        async with running_router(index=index, prefetch_queue_seconds=0) as router:
+            got = await request(router.port, "/v1/completions", BODY)
+            assert got.status == 200
+            await until(lambda: len(router.router.hinter) == 0)
+
+
+async def test_no_hint_where_it_is_off_or_nothing_waits_or_nothing_is_elsewhere() -> None:
+    async with FakeHints().serving() as daemon, FakeEngine().serving() as engine:
+        index = two_nodes(engine, daemon.address)
+        for settings in (
+            {"prefetch_hints": False, "prefetch_queue_seconds": 0},
+            {"prefetch_queue_seconds": 60},
+        ):
+            async with running_router(index=index, **settings) as router:
+                assert (await request(router.port, "/v1/completions", BODY)).status == 200
+        index.all[1].dram = set()
+        async with running_router(index=index, prefetch_queue_seconds=0) as router:
+            assert (await request(router.port, "/v1/completions", BODY)).status == 200
+        assert not daemon.hints
+
+
+async def test_daemon_that_is_away_is_not_asked_again_at_once() -> None:
+    async with FakeHints().serving() as daemon, FakeEngine().serving() as engine:
+        daemon.fails = True
+        index = two_nodes(engine, daemon.address)
+        async with running_router(index=index, prefetch_queue_seconds=0) as router:
+            engine.completion = hang()
+            async with connected(router.port) as client:
+                client.post("/v1/completions", BODY)
+                await until_counted(router, "failed")
+            await router.settled()
+            router.router.predicted.forget(engine.url)
+            async with connected(router.port) as client:
+                client.post("/v1/completions", BODY)
+                await until_counted(router, "away")
+            await router.settled()
+            assert len(daemon.hints) == 1
+
+
+async def test_node_without_a_daemon_s_address_gets_no_hint() -> None:
+    async with (
+        FakeEngine().serving() as engine,
+        running_router(index=two_nodes(engine, ""), prefetch_queue_seconds=0) as router,
+    ):
+        assert (await request(router.port, "/v1/completions", BODY)).status == 200
+        assert router.counter("hints_total", outcome="no_daemon") == 1
