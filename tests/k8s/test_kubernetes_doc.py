@@ -1,4 +1,4 @@
-"""docs/kubernetes.md names values, alerts and figures that are so."""
+"""docs/kubernetes.md names values and figures that are so."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 
 import yaml
 
-from tests.helpers.manifests import CHART, KUSTOMIZE, ROOT, find, parse
+from tests.helpers.manifests import CHART, ROOT
 
 TEXT = (ROOT / "docs/kubernetes.md").read_text()
 PARTS = (
@@ -61,13 +61,6 @@ def test_every_value_it_names_exists() -> None:
             at = at[word]
             if word == "config" or not isinstance(at, dict):
                 break
-
-
-def test_each_alert_has_a_line_and_each_line_an_alert() -> None:
-    text = (KUSTOMIZE / "components/monitoring/monitoring.yaml").read_text()
-    rules = find(parse(text), "PrometheusRule", "emberkv")["spec"]["groups"]
-    alerts = [rule["alert"] for group in rules for rule in group["rules"]]
-    assert [row[0] for row in rows("Alerts")] == alerts
 
 
 def test_bytes_of_a_token_are_what_the_formula_says() -> None:

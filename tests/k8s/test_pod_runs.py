@@ -125,8 +125,9 @@ def test_alerts_and_dashboard_ask_for_metrics_that_exist(site: Site) -> None:
                     known.add(name)
     rules = find(site.manifests, "PrometheusRule", "emberkv")["spec"]["groups"]
     asked = [rule["expr"] for group in rules for rule in group["rules"]]
-    dashboard = json.loads((CHART / "dashboards/emberkv.json").read_text())
-    shown = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    dashboards = [json.loads(path.read_text()) for path in (CHART / "dashboards").glob("*.json")]
+    panels = [panel for dashboard in dashboards for panel in dashboard["panels"]]
+    shown = [target["expr"] for panel in panels for target in panel["targets"]]
     assert len(asked) >= 15
     assert len(shown) >= 18
     unknown = {name for text in asked + shown for name in _NAME.findall(text)} - known
