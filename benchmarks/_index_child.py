@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from benchmarks._index_load import Adapter, Keys, Load
 from benchmarks._workers import serve
+from emberkv_proto.events import BlocksRemoved, BlocksStored, merged
 from emberkv_proto.types import Tier
 from global_index.dict_index import DictIndex
 from global_index.index import BlockIndex, Holder
@@ -26,11 +27,29 @@ class OurIndex(Adapter):
     def __init__(self, index: BlockIndex) -> None:
         self._index = index
 
-    def stored(self, node: int, keys: Keys, parent: int | None) -> Callable[[], object]:
-        return partial(self._index.apply_stored, Holder(node), Tier.DRAM, keys)
+    def stored(self, keys: Keys, parent: int | None) -> BlocksStored:
+        return BlocksStored(Tier.DRAM, keys)
 
-    def removed(self, node: int, keys: Keys) -> Callable[[], object]:
-        return partial(self._index.apply_removed, Holder(node), Tier.DRAM, keys)
+    def removed(self, keys: Keys) -> BlocksRemoved:
+        return BlocksRemoved(Tier.DRAM, keys)
+
+    def tell(
+        self, node: int, events: Sequence[BlocksStored | BlocksRemoved]
+    ) -> Callable[[], object]:
+        if len(events) > 1:
+            return partial(self._apply, Holder(node), events)
+        is_stored = isinstance(events[0], BlocksStored)
+        change = self._index.apply_stored if is_stored else self._index.apply_removed
+        return partial(change, Holder(node), events[0].tier, events[0].keys)
+
+    def _apply(self, holder: Holder, events: Sequence[BlocksStored | BlocksRemoved]) -> None:
+        """As `NodeDirectory` does."""
+        for event in merged(events):
+            match event:
+                case BlocksStored(tier, keys):
+                    self._index.apply_stored(holder, tier, keys)
+                case BlocksRemoved(tier, keys):
+                    self._index.apply_removed(holder, tier, keys)
 
     def question(self, keys: Keys) -> Callable[[], dict[int, int]]:
         return lambda: {hit.holder: hit.hit_blocks for hit in self._index.query(keys)}

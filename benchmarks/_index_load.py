@@ -19,6 +19,8 @@ import numpy.typing as npt
 Keys = npt.NDArray[np.uint64]
 CHAIN_BLOCKS = 8192
 EVENT_BLOCKS = 64
+EVENTS_IN_BATCH = 8
+"""Of one node, as a daemon's stream brings them together."""
 NODES = 64
 HOLDERS = (1, 4, 64)
 SMALLER = 8
@@ -33,11 +35,15 @@ class Adapter(ABC):
     """One index, as the load drives it."""
 
     @abstractmethod
-    def stored(self, node: int, keys: Keys, parent: int | None) -> Callable[[], object]:
-        """The call that tells that a node has these blocks, `parent` being the one before."""
+    def stored(self, keys: Keys, parent: int | None) -> Any:
+        """An event in this index's own form: a node has these blocks, `parent` is before them."""
 
     @abstractmethod
-    def removed(self, node: int, keys: Keys) -> Callable[[], object]: ...
+    def removed(self, keys: Keys) -> Any: ...
+
+    @abstractmethod
+    def tell(self, node: int, events: Sequence[Any]) -> Callable[[], object]:
+        """The call that tells of a batch of a node's events, by the best way the index has."""
 
     @abstractmethod
     def question(self, keys: Keys) -> Callable[[], dict[int, int]]:
@@ -65,9 +71,10 @@ class Load:
         self._adapter.drain()
         self._rss = resident_bytes()
 
-    def build(self, first: int, count: int) -> float:
-        """Store chains, each on one node; seconds."""
-        return sum(self._store(number % NODES, number) for number in range(first, first + count))
+    def build(self, first: int, count: int, batch: int) -> float:
+        """Store chains, each on one node, so many events in a batch; seconds."""
+        numbers = range(first, first + count)
+        return sum(self._store(number % NODES, number, batch) for number in numbers)
 
     def bytes_per_block(self) -> float:
         return (resident_bytes() - self._rss) / (len(self._chains) * CHAIN_BLOCKS)
@@ -77,24 +84,26 @@ class Load:
         for n, holders in enumerate(HOLDERS):
             for number in (2 * n, 2 * n + 1):
                 for node in range(holders):
-                    self._store((number + node) % NODES, number)
+                    self._store((number + node) % NODES, number, 1)
             for node in range(holders):
                 hole = CHAIN_BLOCKS - 32 * (node + 1)
                 keys = self._chains[2 * n + 1][hole : hole + 10]
-                self._adapter.removed((2 * n + 1 + node) % NODES, keys)()
+                self._adapter.tell((2 * n + 1 + node) % NODES, [self._adapter.removed(keys)])()
         self._adapter.drain()
 
-    def churn(self) -> dict[str, float]:
+    def churn(self, batch: int) -> dict[str, float]:
         """Remove the last chains, leaves first, and store them again; median seconds a chain."""
         numbers = range(len(self._chains) - CHURNED, len(self._chains))
         removed = []
         for number in numbers:
-            calls = [
-                self._adapter.removed(number % NODES, self._chains[number][at : at + EVENT_BLOCKS])
+            chain = self._chains[number]
+            events = [
+                self._adapter.removed(chain[at : at + EVENT_BLOCKS])
                 for at in range(CHAIN_BLOCKS - EVENT_BLOCKS, -1, -EVENT_BLOCKS)
             ]
+            calls = self._calls(number % NODES, events, batch)
             removed.append(self._timed(calls))
-        stored = [self._store(number % NODES, number) for number in numbers]
+        stored = [self._store(number % NODES, number, batch) for number in numbers]
         return {"removed": statistics.median(removed), "stored": statistics.median(stored)}
 
     def ask(self, number: int, repeats: int, is_cold: bool) -> float:
@@ -133,7 +142,8 @@ class Load:
             new = hits.get(node, 0)
             parent = int(keys[new - 1]) if new else None
             if new < keys.size:
-                told += self._timed([self._adapter.stored(node, keys[new:], parent)])
+                event = self._adapter.stored(keys[new:], parent)
+                told += self._timed([self._adapter.tell(node, [event])])
                 blocks += keys.size - new
         return {"asked": asked, "told": told, "blocks": blocks}
 
@@ -156,13 +166,18 @@ class Load:
         )
         return {name: getattr(self, name) for name in names}
 
-    def _store(self, node: int, number: int) -> float:
+    def _store(self, node: int, number: int, batch: int) -> float:
         chain = self._chains[number]
-        calls: list[Callable[[], object]] = []
+        events = []
         for at in range(0, CHAIN_BLOCKS, self._event_blocks):
             parent = int(chain[at - 1]) if at else None
-            calls.append(self._adapter.stored(node, chain[at : at + self._event_blocks], parent))
-        return self._timed(calls)
+            events.append(self._adapter.stored(chain[at : at + self._event_blocks], parent))
+        return self._timed(self._calls(node, events, batch))
+
+    def _calls(self, node: int, events: list[Any], batch: int) -> list[Callable[[], object]]:
+        return [
+            self._adapter.tell(node, events[at : at + batch]) for at in range(0, len(events), batch)
+        ]
 
     def _timed(self, calls: Sequence[Callable[[], object]]) -> float:
         """CPU seconds, of all threads: a busy machine stretches them far less than the clock's."""

@@ -7,7 +7,7 @@ Questions are lists of numbers, as its callers have them.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from dynamo.llm import RadixTree
@@ -20,12 +20,22 @@ class DynamoTree(Adapter):
     def __init__(self) -> None:
         self._tree = RadixTree()
 
-    def stored(self, node: int, keys: Keys, parent: int | None) -> Callable[[], object]:
+    def stored(self, keys: Keys, parent: int | None) -> bytes:
         blocks = [{"block_hash": key, "tokens_hash": key} for key in keys.tolist()]
-        return self._event(node, {"stored": {"parent_hash": parent, "blocks": blocks}})
+        return _event({"stored": {"parent_hash": parent, "blocks": blocks}})
 
-    def removed(self, node: int, keys: Keys) -> Callable[[], object]:
-        return self._event(node, {"removed": {"block_hashes": keys.tolist()}})
+    def removed(self, keys: Keys) -> bytes:
+        return _event({"removed": {"block_hashes": keys.tolist()}})
+
+    def tell(self, node: int, events: Sequence[bytes]) -> Callable[[], object]:
+        if len(events) == 1:
+            return partial(self._tree.apply_event, node, events[0])
+        return partial(self._apply, node, events)
+
+    def _apply(self, node: int, events: Sequence[bytes]) -> None:
+        """Its binding takes an event a call."""
+        for event in events:
+            self._tree.apply_event(node, event)
 
     def question(self, keys: Keys) -> Callable[[], dict[int, int]]:
         chain = keys.tolist()
@@ -39,9 +49,9 @@ class DynamoTree(Adapter):
     def drain(self) -> None:
         self._tree.find_matches([1])  # answered in turn, after the events
 
-    def _event(self, node: int, data: dict[str, object]) -> Callable[[], object]:
-        event = json.dumps({"event_id": 0, "data": data}).encode()
-        return partial(self._tree.apply_event, node, event)
+
+def _event(data: dict[str, object]) -> bytes:
+    return json.dumps({"event_id": 0, "data": data}).encode()
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
 """The memory index beside Dynamo's RadixTree (`--peers`), else beside its pure-Python twin.
 
 Each in a process of its own, in turns, the same chains: 64 nodes, chains of 8192 blocks, events of
-64. Answers must be those of the oracle, and Dynamo's where no block was removed. What an event is
-differs: ours are arrays, Dynamo's binding takes JSON, which it reads on the clock. Applying is
-measured in CPU time of all threads, asking by the clock.
+64 blocks, eight events of a node in a batch as a daemon's stream brings them, and one by one. A
+batch is told by the best way an index has: ours joins it into one call, inside the clock; Dynamo's
+binding takes an event a call. Answers must be those of the oracle, and Dynamo's where no block was
+removed. What an event is differs: ours are arrays, Dynamo's binding takes JSON, which it reads on
+the clock. Applying is measured in CPU time of all threads, asking by the clock.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from pathlib import Path
 
 from benchmarks._figure import Figure, Line, NotAvailable, Options, main
 from benchmarks._index_ingest import ingest_figures
-from benchmarks._index_load import CHAIN_BLOCKS, CHURNED, HOLDERS
+from benchmarks._index_load import CHAIN_BLOCKS, CHURNED, EVENTS_IN_BATCH, HOLDERS
 from benchmarks._peers import DYNAMO, PeerUnavailableError, installed
 from benchmarks._traces import Trace, conversations, traces_beside_checkout
 from benchmarks._workers import Worker, WorkerFailedError
@@ -90,7 +92,7 @@ def _table(ours: Worker, rival: Rival, options: Options) -> Iterator[Line]:
     seconds = [0.0, 0.0]
     for first in range(0, chains, 61):
         for n, worker in enumerate(both):
-            worker.tell("build", first=first, count=min(61, chains - first))
+            worker.tell("build", first=first, count=min(61, chains - first), batch=EVENTS_IN_BATCH)
             seconds[n] += worker.answer(BUILD_SECONDS)
     million = chains * CHAIN_BLOCKS / 1e6
     yield Figure(
@@ -113,21 +115,22 @@ def _table(ours: Worker, rival: Rival, options: Options) -> Iterator[Line]:
         value_at_most=rival.targets.bytes_per_block,
     )
     rounds = options.repeats(5, 3)
-    churned = [[worker.ask("churn") for worker in both] for _ in range(rounds)]
-    for verb in ("stored", "removed"):
-        fast, slow = (
-            CHAIN_BLOCKS / 1e6 / statistics.median(turn[n][verb] for turn in churned)
-            for n in range(2)
-        )
-        yield Figure(
-            f"{verb}_among_{million:.1f}M_blocks",
-            fast,
-            "M blocks/CPU s",
-            rival.name,
-            slow,
-            rounds * CHURNED,
-            at_least=rival.targets.apply,
-        )
+    for batch, what in ((EVENTS_IN_BATCH, ""), (1, "_event_by_event")):
+        churned = [[worker.ask("churn", batch=batch) for worker in both] for _ in range(rounds)]
+        for verb in ("stored", "removed"):
+            fast, slow = (
+                CHAIN_BLOCKS / 1e6 / statistics.median(turn[n][verb] for turn in churned)
+                for n in range(2)
+            )
+            yield Figure(
+                f"{verb}_among_{million:.1f}M_blocks{what}",
+                fast,
+                "M blocks/CPU s",
+                rival.name,
+                slow,
+                rounds * CHURNED,
+                at_least=rival.targets.apply,
+            )
 
 
 def _questions(ours: Worker, rival: Rival, options: Options) -> Iterator[Line]:

@@ -24,6 +24,7 @@ from emberkv_proto.events import (
     SnapshotNeeded,
     SnapshotPage,
     TierCleared,
+    merged,
 )
 from emberkv_proto.types import (
     EngineInfo,
@@ -531,7 +532,7 @@ class NodeDirectory:
         return step
 
     def _apply(self, node: _Node, rows: _Rows, events: tuple[Event, ...]) -> None:
-        for event in events:
+        for event in merged(events):
             match event:
                 case BlocksStored(tier, keys):
                     applied = self._index.apply_stored(rows.holder, tier, keys)

@@ -7,7 +7,11 @@ for each 64 holders known. Numpy arrays, walked by Numba kernels. Costs: README.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import mmap
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from functools import partial
+from typing import cast
 
 import numpy as np
 
@@ -29,12 +33,27 @@ from global_index.index import (
     TableSize,
 )
 from global_index.jit import I64, U64
-from global_index.kernels import (
+from global_index.kernels import MIN_SLOTS
+from global_index.slots import BUCKET_SLOTS
+from global_index.table_state import (
+    ACTIVE,
+    BITMAP_WORDS,
+    BITMAPS,
     BLOCKS,
+    DIGESTS,
+    ENTRIES,
     FREE_ROW,
-    MIN_SLOTS,
+    GROW_AT,
+    LINKS,
+    OUT,
     ROWS,
+    RUNS,
+    SLOTS,
+    TIERS,
     TOP,
+    USES,
+    empty_state,
+    tell,
 )
 from global_index.walk import BASE, FIRST, NEXT, PLACE, walk
 
@@ -43,6 +62,11 @@ _ALL_TIERS = 0b111
 _BUCKETS_AT_ONCE = 4
 """A 64th of the table: two milliseconds at five million blocks."""
 _U64 = np.dtype(np.uint64)
+_holder_hit = cast(Callable[[Iterable[int]], HolderHit], partial(tuple.__new__, HolderHit))
+_applied = cast(Callable[[Iterable[int]], Applied], partial(tuple.__new__, Applied))
+"""`_make` in a third of the time."""
+_MAP_NORESERVE = 0x4000  # Linux; `mmap` names it from Python 3.13 on
+_PAGES = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
 
 
 class MemoryIndex:
@@ -55,71 +79,46 @@ class MemoryIndex:
         if not 1 <= capacity_blocks <= _MAX_SLOTS // 2:
             raise ValueError(f"capacity_blocks {capacity_blocks} is not in 1..{_MAX_SLOTS // 2}")
         self._capacity = capacity_blocks
-        self._slots = np.zeros(MIN_SLOTS, np.uint64)
-        self._entries = _new_entries(MIN_SLOTS)
-        self._rows = np.zeros((0, kernels.TIERS, 1), np.uint64)
-        self._uses = np.zeros(0, np.int64)
-        self._state = np.zeros(kernels.STATE_WORDS, np.int64)
-        self._state[FREE_ROW] = -1
-        self._digests = np.zeros((MAX_HOLDERS, kernels.TIERS, 2), np.uint64)
+        self._state = empty_state(capacity_blocks)
+        self._use_table(*self._new_table(), MIN_SLOTS)
+        self._use_rows(np.zeros((0, TIERS, 1), np.uint64), np.zeros(0, np.int64))
+        self._digests = np.zeros((MAX_HOLDERS, TIERS, 2), np.uint64)
         self._cursors: dict[Holder, int] = {}
         self._links = BaseLinks()
         self._link_table = np.full((MAX_HOLDERS, 3), -1, np.int64)
         self._out = np.zeros((MAX_HOLDERS, 4), np.int64)
         self._runs = np.full((MAX_HOLDERS, 5), -1, np.int64)
         self._active = np.zeros(MAX_HOLDERS + 1, np.int64)
+        tell(self._state, DIGESTS, self._digests)
+        tell(self._state, LINKS, self._link_table)
+        tell(self._state, OUT, self._out)
+        tell(self._state, RUNS, self._runs)
+        tell(self._state, ACTIVE, self._active)
 
     def apply_stored(self, holder: Holder, tier: Tier, keys: Keys) -> Applied:
         keys = _u64(keys)
-        if not 0 <= holder < 64 * self._rows.shape[2]:
+        if not 0 <= holder < self._holders_fit:
             self._widen(holder)
-        done = changed = unchanged = dropped = 0
-        while True:
-            done, added, found, refused = kernels.store(
-                self._slots,
-                self._entries,
-                self._rows,
-                self._uses,
-                self._state,
-                self._digests,
-                holder,
-                tier - 1,
-                keys,
-                done,
-                _grow_at(self._slots.size),
-                self._capacity,
-            )
-            changed, unchanged, dropped = changed + added, unchanged + found, dropped + refused
-            if done == keys.size:
-                return Applied(changed, unchanged, dropped)
-            if self._state[BLOCKS] >= _grow_at(self._slots.size):
+        done, changed, unchanged, dropped = kernels.store(self._state, keys, holder, tier - 1, 0)
+        while done < len(keys):
+            if self._state[BLOCKS] >= self._state[GROW_AT]:
                 self._grow()
             else:
                 self._grow_rows()
+            done, *more = kernels.store(self._state, keys, holder, tier - 1, done)
+            changed, unchanged, dropped = changed + more[0], unchanged + more[1], dropped + more[2]
+        return _applied((changed, unchanged, dropped))
 
     def apply_removed(self, holder: Holder, tier: Tier, keys: Keys) -> Applied:
         keys = _u64(keys)
-        done = changed = 0
-        while True:
-            done, taken, is_sparse = kernels.remove(
-                self._slots,
-                self._entries,
-                self._rows,
-                self._uses,
-                self._state,
-                self._digests,
-                holder,
-                tier - 1,
-                keys,
-                done,
-            )
-            changed += taken
-            if done == keys.size:
-                break
+        done, changed, is_sparse = kernels.remove(self._state, keys, holder, tier - 1, 0)
+        while done < len(keys):
             self._grow_rows()
+            done, more, is_sparse = kernels.remove(self._state, keys, holder, tier - 1, done)
+            changed += more
         if is_sparse:
             self._shrink()
-        return Applied(changed, keys.size - changed, 0)
+        return _applied((changed, len(keys) - changed, 0))
 
     def clear_tier(self, holder: Holder, tier: Tier) -> int:
         removed = self.digest(holder, tier).blocks
@@ -148,18 +147,9 @@ class MemoryIndex:
         )
 
     def query(self, keys: Keys) -> list[HolderHit]:
-        found = walk(
-            self._slots,
-            self._entries,
-            self._rows,
-            self._link_table,
-            self._state[TOP],
-            _u64(keys),
-            self._out,
-            self._runs,
-            self._active,
-        )
-        return [*map(HolderHit._make, self._out[:found].tolist())]
+        found = walk(self._state, _u64(keys))
+        columns = self._out[:found].T.tolist()
+        return [*map(_holder_hit, zip(*columns, strict=True))]
 
     def holdings(self, key: IndexKey) -> tuple[Holding, ...]:
         word = int(self._slots[kernels.slot_of(self._slots, self._entries, np.uint64(key))])
@@ -178,8 +168,7 @@ class MemoryIndex:
         start = min(start_slot, top)  # it may have shrunk
         stop = min(top, start + budget_slots)
         out = np.empty(min(stop - start, self.digest(holder, tier).blocks), np.uint64)
-        bit = np.uint64(1 << (tier - 1))
-        found = kernels.collect(self._entries, self._rows, holder, bit, start, stop, out)
+        found = kernels.collect(self._state, holder, 1 << (tier - 1), start, stop, out)
         return Collected(out[:found], stop if stop < top else None)
 
     @property
@@ -197,15 +186,7 @@ class MemoryIndex:
         room = 64 + int(self._digests[holder, tier - 1, 0]) // BUCKETS * 2
         while True:
             out = np.empty(room, np.uint64)
-            found = bucket_rows(
-                self._slots,
-                self._entries,
-                self._rows,
-                holder,
-                tier - 1,
-                np.uint64(bucket),
-                out,
-            )
+            found = bucket_rows(self._state, holder, tier - 1, bucket, out)
             if found <= room:
                 return out[:found]
             room = found
@@ -215,10 +196,9 @@ class MemoryIndex:
         return TierDigest(tier, blocks, xor)
 
     def size(self) -> TableSize:
-        arrays = (self._slots, self._entries, self._rows, self._uses)
-        return TableSize(
-            int(self._state[BLOCKS]), self._capacity, sum(array.nbytes for array in arrays)
-        )
+        entries = 2 * _U64.itemsize * _entries_for(self._slots.size)  # those that may be written to
+        used = self._slots.nbytes + entries + self._rows.nbytes + self._uses.nbytes
+        return TableSize(int(self._state[BLOCKS]), self._capacity, used)
 
     def check_integrity(self) -> None:
         blocks, top = (int(number) for number in self._state[[BLOCKS, TOP]])
@@ -228,6 +208,22 @@ class MemoryIndex:
         assert np.count_nonzero(self._slots) == blocks, "a slot leads nowhere"
         assert not places.size or places[-1] < top, "an entry stands above the top"
         assert blocks <= _grow_at(self._slots.size), "no room was made"
+        for which, array in (
+            (SLOTS, self._slots),
+            (ENTRIES, self._entries),
+            (BITMAPS, self._rows),
+            (USES, self._uses),
+            (DIGESTS, self._digests),
+            (LINKS, self._link_table),
+            (OUT, self._out),
+            (RUNS, self._runs),
+            (ACTIVE, self._active),
+        ):
+            told = self._state[which : which + 2].tolist()
+            assert told == [array.ctypes.data, array.size], "the kernels use another array"
+        assert self._state[GROW_AT] == _grow_at(self._slots.size), "growth comes at another size"
+        assert self._state[BITMAP_WORDS] == self._rows.shape[2], "rows have another width"
+        assert self._slots.ctypes.data % 64 == 0, "buckets lie across cache lines"
         digests = np.zeros_like(self._digests)
         rows_used: list[int] = []
         for place in places.tolist():
@@ -240,7 +236,7 @@ class MemoryIndex:
             assert held, f"key {key} has no holder"
             for holder, bits in held.items():
                 assert bits, f"holder {holder} of key {key} has no tier"
-                for tier in range(kernels.TIERS):
+                for tier in range(TIERS):
                     if bits >> tier & 1:
                         digests[holder, tier, 0] += np.uint64(1)
                         digests[holder, tier, 1] ^= key
@@ -280,25 +276,14 @@ class MemoryIndex:
 
     def _sweep(self, holder: Holder, tiers: int, place: int, budget: int) -> int:
         while True:
-            place, budget = kernels.sweep(
-                self._slots,
-                self._entries,
-                self._rows,
-                self._uses,
-                self._state,
-                self._digests,
-                holder,
-                np.uint64(tiers),
-                place,
-                budget,
-            )
+            place, budget = kernels.sweep(self._state, holder, tiers, place, budget)
             is_done = not any(
-                self._digests[holder, tier, 0] for tier in range(kernels.TIERS) if tiers >> tier & 1
+                self._digests[holder, tier, 0] for tier in range(TIERS) if tiers >> tier & 1
             )
             if is_done or budget == 0:
                 break
             self._grow_rows()
-        if kernels.is_sparse(self._slots, self._rows, self._state):
+        if kernels.is_sparse(self._state):
             self._shrink()
         return place
 
@@ -309,52 +294,80 @@ class MemoryIndex:
         words = self._rows.shape[2]
         while holder >= 64 * words:
             words *= 2
-        wider = np.zeros((len(self._rows), kernels.TIERS, words), np.uint64)
+        wider = np.zeros((len(self._rows), TIERS, words), np.uint64)
         wider[:, :, : self._rows.shape[2]] = self._rows
-        self._rows = wider
+        self._use_rows(wider, self._uses)
 
     def _grow(self) -> None:
-        slots = self._slots.size
-        largest = self._capacity * 4 // 3 + 64
-        larger = np.zeros(max(min(slots + slots // 3, largest), slots + 64), np.uint64)
-        entries = _new_entries(larger.size)
-        used = 2 * int(self._state[TOP])
-        entries[:used] = self._entries[:used]
-        self._entries = entries
-        kernels.rehash(self._slots, larger)
-        self._slots = larger
+        old = self._slots.size
+        larger = max(min(old + old // 3, _most_slots(self._capacity)), old + BUCKET_SLOTS)
+        self._use_table(self._slot_room, self._entries, larger)
+        kernels.rehash(self._slots, old, _mapped(old))
 
     def _grow_rows(self) -> None:
         old = len(self._rows)
         new = old + old // 2 + 64
         rows = np.zeros((new, *self._rows.shape[1:]), np.uint64)
         rows[:old] = self._rows
-        self._rows = rows
-        self._uses = np.append(self._uses, np.zeros(new - old, np.int64))
-        kernels.list_free_rows(self._uses, self._state, old)
+        self._use_rows(rows, np.append(self._uses, np.zeros(new - old, np.int64)))
+        kernels.list_free_rows(self._state, old)
 
     def _shrink(self) -> None:
         """Give memory back: write table and bitmap rows anew, at about twice what is used."""
-        slots = max(2 * int(self._state[BLOCKS]), MIN_SLOTS)
-        rows = int(self._state[ROWS])
-        packed = _new_entries(slots)
-        packed_rows = np.zeros((2 * rows, *self._rows.shape[1:]), np.uint64)
-        smaller = np.zeros(slots, np.uint64)
-        uses = np.zeros(2 * rows, np.int64)
-        self._state[FREE_ROW] = -1
-        kernels.pack(self._entries, self._rows, self._state, smaller, packed, packed_rows, uses)
-        self._slots, self._entries = smaller, packed
-        self._rows, self._uses = packed_rows, uses
+        count = max(2 * int(self._state[BLOCKS]), MIN_SLOTS)
+        room, entries = self._new_table()
+        rows = 2 * int(self._state[ROWS])
+        packed_rows = np.zeros((rows, *self._rows.shape[1:]), np.uint64)
+        uses = np.zeros(rows, np.int64)
+        kernels.pack(self._state, _whole_buckets(room, count), entries, packed_rows, uses)
+        self._use_table(room, entries, count)
+        self._use_rows(packed_rows, uses)
+
+    def _new_table(self) -> tuple[U64, U64]:
+        """Slots and entries for all of the capacity, none of it in memory yet."""
+        slots = _most_slots(self._capacity)
+        return _mapped(slots), _mapped(2 * _entries_for(slots))
+
+    def _use_table(self, room: U64, entries: U64, slots: int) -> None:
+        self._slot_room, self._entries = room, entries
+        self._slots = _whole_buckets(room, slots)
+        self._state[GROW_AT] = _grow_at(self._slots.size)
+        tell(self._state, SLOTS, self._slots)
+        tell(self._state, ENTRIES, entries)
+
+    def _use_rows(self, rows: U64, uses: I64) -> None:
+        self._rows, self._uses = rows, uses
+        self._holders_fit = 64 * rows.shape[2]
+        self._state[BITMAP_WORDS] = rows.shape[2]
+        tell(self._state, BITMAPS, rows)
+        tell(self._state, USES, uses)
 
 
 def _grow_at(slots: int) -> int:
     return slots * 3 // 4
 
 
-def _new_entries(slots: int) -> U64:
+def _entries_for(slots: int) -> int:
     """Room for the most blocks that so many slots take and a twelfth more, so some stay free."""
     blocks = _grow_at(slots)
-    return np.zeros(2 * (blocks + blocks // 12 + 64), np.uint64)
+    return blocks + blocks // 12 + 64
+
+
+def _most_slots(capacity: int) -> int:
+    return max(capacity * 4 // 3 + 2 * BUCKET_SLOTS, MIN_SLOTS) & -BUCKET_SLOTS
+
+
+def _whole_buckets(room: U64, slots: int) -> U64:
+    return room[: slots & -BUCKET_SLOTS]
+
+
+def _mapped(words: int) -> U64:
+    """Zeros in pages of their own: in memory once written to, and gone as soon as let go of."""
+    pages = mmap.mmap(-1, words * _U64.itemsize, flags=_PAGES)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without huge pages is only slower
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(pages, np.uint64)
 
 
 def warm_kernels() -> None:
@@ -388,4 +401,4 @@ def _u64(keys: Keys) -> Keys:
     """The one array type that the kernels are compiled for; keys from the wire are read-only."""
     if keys.dtype is _U64 and keys.flags.carray:
         return keys
-    return np.require(keys, np.uint64, ["C", "A", "W"])
+    return np.array(keys, np.uint64, order="C")

@@ -5,6 +5,7 @@ Conservation law, per tier: stored - removed == resident. `keys` are IndexKeys a
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,6 +40,26 @@ class TierCleared:
 
 
 Event = BlocksStored | BlocksRemoved | TierCleared
+
+
+def merged(events: Iterable[Event]) -> Iterator[Event]:
+    """The same changes in the same order, neighbours of one kind and tier as one event."""
+    kind: type[BlocksStored | BlocksRemoved] | None = None
+    tier: Tier | None = None
+    parts: list[Keys] = []
+    for event in events:
+        if event.__class__ is kind and event.tier is tier:
+            parts.append(event.keys)
+            continue
+        if kind and tier:
+            yield kind(tier, parts[0] if len(parts) == 1 else np.concatenate(parts))
+        if isinstance(event, TierCleared):
+            kind = tier = None
+            yield event
+        else:
+            kind, tier, parts = event.__class__, event.tier, [event.keys]
+    if kind and tier:
+        yield kind(tier, parts[0] if len(parts) == 1 else np.concatenate(parts))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
