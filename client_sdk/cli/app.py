@@ -16,6 +16,7 @@ from rich.console import Console
 
 from client_sdk.cli.operator_app import TokenOption
 from client_sdk.cli.operator_app import add_commands as add_operator_commands
+from client_sdk.cli.plan_app import add_commands as add_plan_commands
 from client_sdk.cli.router_key import router_key_app
 from emberkv_proto import __version__
 
@@ -36,6 +37,7 @@ app.add_typer(config_app, name="config", no_args_is_help=True)
 doctor_app = typer.Typer()
 app.add_typer(router_key_app, name="router-key", no_args_is_help=True)
 app.add_typer(doctor_app, name="doctor", invoke_without_command=True)
+add_plan_commands(app, doctor_app)
 
 ConfigOption = Annotated[
     Path | None, typer.Option("--config", "-c", help="YAML file with sections for all parts.")

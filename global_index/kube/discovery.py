@@ -69,7 +69,7 @@ class KubernetesDiscovery:
         self._section = section
         self._clock = clock
         self._access = Access(section.api_url or server_url(), section.ca_file, section.token_file)
-        own = section.namespace or _own_namespace()
+        own = section.namespace or own_namespace()
         self._daemons: list[Listing[Pod]] = []
         self._engines: list[Listing[Pod]] = []
         self._leases: list[Listing[Lease]] = []
@@ -219,7 +219,8 @@ class KubernetesDiscovery:
         self.silent_nodes = self._heartbeats.silent(now)
 
 
-def _own_namespace() -> str:
+def own_namespace() -> str:
+    """Of the pod that this runs in. Raises ConfigError outside of one."""
     path = ACCOUNT / "namespace"
     try:
         return path.read_text(encoding="ascii").strip()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -132,6 +132,10 @@ class ServedKubeApi:
     """Parameters of each call."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     watches: set[asyncio.Task[Any]] = field(default_factory=set)
+    others: dict[str, Callable[[web.Request], Awaitable[web.Response]]] = field(
+        default_factory=dict
+    )
+    """What answers at other paths."""
 
     def tell(self) -> None:
         """After a change: running watches send it."""
@@ -148,6 +152,8 @@ class ServedKubeApi:
             return _refusal(self.refusals.pop(0))
         if self.token and request.headers.get("Authorization") != f"Bearer {self.token}":
             return _refusal(401)
+        if request.path in self.others:
+            return await self.others[request.path](request)
         collection = self.collections.get(request.path)
         if collection is None:
             return _refusal(404)
