@@ -12,7 +12,7 @@ PROTOS = $(wildcard proto/emberkv_proto/v1/*.proto)
 PROTOC = $(PROTO_VENV)/bin/python -m grpc_tools.protoc -I proto
 
 .DEFAULT_GOAL := help
-.PHONY: help docs setup demo demo-vllm redis-server browser test test-fast test-vllm test-sglang test-envoy test-k8s kube-control-plane kustomize image lint fmt type proto proto-check check ci crash soak index-model index-campaign bench clean
+.PHONY: help docs setup demo demo-vllm redis-server browser test test-fast test-vllm test-sglang test-envoy test-k8s kube-control-plane kustomize image sbom lint fmt type proto proto-check check ci crash soak index-model index-campaign bench clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -105,6 +105,15 @@ BASE ?= python:3.12-slim-bookworm
 image: ## build the container image with podman, buildah or docker
 	@sh deploy/build-image.sh $(IMAGE) $(BASE)
 
+# The image's packages in an environment of their own, and what is in it as CycloneDX.
+SBOM ?= build/emberkv.cdx.json
+sbom: $(K8S_VENV)/.ready ## write the software bill of materials of what the image has
+	@sh deploy/make-venv.sh $(PYTHON) .venvs/image
+	@.venvs/image/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt '.[daemon,router,redis,k8s]'
+	@mkdir -p $(dir $(SBOM))
+	@$(K8S_VENV)/bin/cyclonedx-py environment .venvs/image/bin/python --output-reproducible --output-file $(SBOM)
+	@echo "$(SBOM) lists $$(grep -c '"bom-ref"' $(SBOM)) components"
+
 lint: setup ## ruff, import layers, spelling
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -178,4 +187,4 @@ bench: setup ## run the benchmarks, quick form, all of them also when a target i
 	if [ -n "$$missed" ]; then echo "benchmarks that missed a target or failed:$$missed" >&2; exit 1; fi
 
 clean: ## remove the virtual environments and caches
-	rm -rf $(VENV) $(PROTO_VENV) $(VLLM_VENV) $(SGLANG_VENV) $(K8S_VENV) $(ENVOY_VENV) $(DOCS_VENV) site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(PROTO_VENV) $(VLLM_VENV) $(SGLANG_VENV) $(K8S_VENV) .venvs/image $(ENVOY_VENV) $(DOCS_VENV) site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
