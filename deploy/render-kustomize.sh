@@ -8,7 +8,7 @@ here=$(cd "$(dirname "$0")" && pwd)
 out=${2:-$here/kustomize}
 head='# Generated from deploy/helm/emberkv by deploy/render-kustomize.sh. Do not edit.'
 rules=${2:-$here}/prometheus
-mkdir -p "$rules" "$out/base" "$out/components/monitoring" "$out/components/vllm"
+mkdir -p "$rules" "$out/base" "$out/components/monitoring" "$out/components/redis" "$out/components/vllm"
 
 render() { # FILE, then options of helm template
   file=$1
@@ -19,6 +19,7 @@ render() { # FILE, then options of helm template
 
 render "$out/base/emberkv.yaml"
 render "$out/components/monitoring/monitoring.yaml" --set monitoring.enabled=true --show-only templates/monitoring.yaml
+render "$out/components/redis/redis.yaml" --set redis.server.enabled=true --set redis.server.replicas=3 --show-only templates/redis.yaml --show-only templates/network-redis.yaml
 render "$out/components/vllm/vllm.yaml" --set vllm.enabled=true --show-only templates/vllm.yaml
 
 { echo "$head"

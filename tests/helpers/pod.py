@@ -103,6 +103,8 @@ class Node:
     pod_ip: str = "127.0.0.1"
     hosts: tuple[str, ...] = ()
     """Names of Services; they are this machine."""
+    addresses: Mapping[str, str] = field(default_factory=dict)
+    """Names of pods, and their loopback addresses."""
 
     def host_path(self, path: str) -> Path:
         if path.startswith("/dev/shm/"):
@@ -119,13 +121,16 @@ class Pod:
     manifests: Sequence[Manifest]
     """Where its ConfigMaps are."""
     volumes: dict[str, Path] = field(default_factory=dict)
+    name: str = "pod-1"
 
     def __post_init__(self) -> None:
         self.directory = self.node.directory / f"pod-{time.monotonic_ns()}"
         for volume in self.spec["volumes"]:
             self.volumes[volume["name"]] = self._lay_out(volume)
         hosts = self.directory / "hosts"
-        hosts.write_text(f"127.0.0.1 localhost {' '.join(self.node.hosts)}\n")
+        lines = [f"{address} {name}" for name, address in self.node.addresses.items()]
+        own = f"127.0.0.1 localhost {' '.join(self.node.hosts)}"
+        hosts.write_text("\n".join([own, *lines, ""]))
 
     def container(self, name: str) -> Manifest:
         every = [*self.spec.get("initContainers", ()), *self.spec["containers"]]
@@ -138,10 +143,15 @@ class Pod:
             running = self.start(container["name"])
             assert running.finish(30) == 0, running.output()
 
-    def start(self, name: str, command: Sequence[str] = ()) -> Running:
-        """Start a container; `command` takes the place of its own."""
+    def start(self, name: str, command: Sequence[str] = (), venv: Path | None = None) -> Running:
+        """Start a container; `command` takes the place of its own.
+
+        `venv` stands in its image where that is not ours, with a /tmp that can be written.
+        """
         container = self.container(name)
         environment = {"PATH": "/opt/emberkv/bin:/usr/local/bin:/usr/bin:/bin"}
+        if venv is not None:
+            environment["PATH"] = f"{venv}/bin:{environment['PATH']}"
         if not self._is_from_image(container):
             environment["PYTHONPATH"] = "/src:/src/proto"
         environment |= self._environment(container)
@@ -159,7 +169,7 @@ class Pod:
             "enter",
             str(root),
             IMAGE,
-            *self._mounts(container),
+            *self._mounts(container, venv),
             "--",
             *self._identity(security),
             "env",
@@ -197,14 +207,17 @@ class Pod:
         except OSError:
             return 0
 
-    def wait_for(self, container_name: str, kind: str, running: Running) -> None:
-        """Until a probe succeeds; as long as kubelet would wait, two minutes at most."""
+    def wait_for(
+        self, container_name: str, kind: str, running: Running, seconds: float = 120.0
+    ) -> None:
+        """Until a probe succeeds; as long as kubelet would wait, and no longer than `seconds`."""
         probe = self.container(container_name)[kind]
-        allowed = min(120.0, probe["failureThreshold"] * probe["periodSeconds"])
+        allowed = min(seconds, probe["failureThreshold"] * probe["periodSeconds"])
         deadline = time.monotonic() + allowed
         while self.probe(container_name, kind) != 200:
             if running.process.poll() is not None:
-                raise AssertionError(f"{container_name} ended: {running.output()}")
+                status = running.process.returncode
+                raise AssertionError(f"{container_name} ended ({status}): {running.output()}")
             assert time.monotonic() < deadline, f"{kind} fails: {running.output()[-3000:]}"
             time.sleep(0.1)
 
@@ -228,7 +241,7 @@ class Pod:
                 raise AssertionError(f"a volume of a kind that is not laid out here: {volume}")
         return path
 
-    def _mounts(self, container: Manifest) -> list[str]:
+    def _mounts(self, container: Manifest, venv: Path | None) -> list[str]:
         triples = [
             (Path("/proc"), "/proc", "rw"),
             (Path("/sys"), "/sys", "ro"),
@@ -242,6 +255,13 @@ class Pod:
             triples.append((Path(sys.prefix), "/opt/emberkv", "ro"))
             if not sys.base_prefix.startswith("/usr"):
                 triples.append((Path(sys.base_prefix), sys.base_prefix, "ro"))
+        if venv is not None:
+            scratch = self.directory / "tmp"
+            scratch.mkdir(exist_ok=True)
+            base = (venv / "bin/python").resolve().parents[1]
+            triples += [(scratch, "/tmp", "rw"), (venv, str(venv), "ro")]
+            if not str(base).startswith(("/usr", sys.base_prefix)):
+                triples.append((base, str(base), "ro"))
         for mount in container.get("volumeMounts", ()):
             mode = "ro" if mount.get("readOnly") else "rw"
             triples.append((self.volumes[mount["name"]], mount["mountPath"], mode))
@@ -271,7 +291,11 @@ class Pod:
         ]
 
     def _environment(self, container: Manifest) -> dict[str, str]:
-        fields = {"spec.nodeName": self.node.name, "status.podIP": self.node.pod_ip}
+        fields = {
+            "spec.nodeName": self.node.name,
+            "status.podIP": self.node.pod_ip,
+            "metadata.name": self.name,
+        }
         found = {}
         for variable in container.get("env", ()):
             value = variable.get("value")

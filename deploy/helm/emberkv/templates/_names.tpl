@@ -87,6 +87,24 @@ tls_server_name: {{ .Values.tls.serverName | quote }}
 {{- end }}
 {{- end -}}
 
+{{- define "emberkv.redisName" -}}{{ include "emberkv.name" . }}-redis{{- end -}}
+
+{{- define "emberkv.redisEnvironment" -}}
+- name: POD_IP
+  valueFrom: {fieldRef: {fieldPath: status.podIP}}
+- name: POD_NAME
+  valueFrom: {fieldRef: {fieldPath: metadata.name}}
+- {name: NODES, value: {{ int64 .Values.redis.server.replicas | quote }}}
+{{- if .Values.redis.passwordSecret }}
+- name: REDISCLI_AUTH
+  valueFrom: {secretKeyRef: {name: {{ .Values.redis.passwordSecret }}, key: password}}
+{{- end }}
+{{- end -}}
+
+{{- define "emberkv.redisUrl" -}}
+{{- if .Values.redis.url }}{{ .Values.redis.url }}{{ else if .Values.redis.server.enabled }}redis://{{ include "emberkv.redisName" . }}.{{ .Release.Namespace }}.svc:{{ int64 .Values.redis.server.port }}{{ end -}}
+{{- end -}}
+
 {{/* What routers and indexes have in their environment. */}}
 {{- define "emberkv.indexEnvironment" -}}
 - {name: NUMBA_CACHE_DIR, value: /tmp/numba}
@@ -152,8 +170,8 @@ log_format: json
 {{- if .Values.tls.secret }}
 {{ include "emberkv.tlsKeys" . }}
 {{- end }}
-{{- if .Values.redis.url }}
-redis_url: {{ .Values.redis.url | quote }}
+{{- with include "emberkv.redisUrl" . }}
+redis_url: {{ . | quote }}
 {{- end }}
 {{- end -}}
 
