@@ -6,12 +6,15 @@ that is translated or left out here; test_manifests.py checks it against the sch
 
 from __future__ import annotations
 
+import asyncio
 import copy
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
+from client_sdk.cli.doctor import Finding, Verdict
+from client_sdk.cli.doctor_k8s import Release, examine_release
 from tests.helpers.control_plane import (
     ApiError,
     ControlPlane,
@@ -24,6 +27,7 @@ from tests.helpers.manifests import Manifest, find, kustomized, template_of
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(240)]
 
 MARK = "checksum/config"
+SELECTOR = "app.kubernetes.io/name=emberkv,app.kubernetes.io/component=store"
 NODES = ("node-a", "node-b", "node-c")
 
 
@@ -239,6 +243,28 @@ def test_a_pool_of_huge_pages_goes_only_where_there_are_enough(
         plane.kubectl("delete", "node", "node-huge")
         plane.apply(find(release, "DaemonSet", "emberkv-store"))
         settle(plane)
+
+
+def test_the_doctor_sees_what_is_ready_and_what_is_not(
+    plane: ControlPlane, kubelets: Kubelets, release: list[Manifest]
+) -> None:
+    def seen() -> dict[str, Finding]:
+        asked = Release("emberkv", SELECTOR, plane.kubeconfig)
+        return {finding.check: finding for finding in asyncio.run(examine_release(asked))}
+
+    findings = seen()
+    verdicts = {name: finding.verdict for name, finding in findings.items()}
+    assert verdicts.pop("Kubernetes") is Verdict.WARN  # 1.20 is older than the chart wants
+    assert set(verdicts.values()) == {Verdict.OK}
+    assert findings["daemons"].seen == "3 of 3 ready"
+    pod = plane.pods("store")[0]
+    kubelets.unready.add(pod["metadata"]["name"])
+    try:
+        wait_until(lambda: seen()["daemons"].seen == "2 of 3 ready", "it is seen")
+        assert f"daemon on {pod['spec']['nodeName']}" in seen()
+    finally:
+        kubelets.unready.discard(pod["metadata"]["name"])
+    settle(plane)
 
 
 def test_a_field_that_does_not_exist_is_refused_by_the_server(

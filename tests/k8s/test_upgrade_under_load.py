@@ -104,7 +104,8 @@ def test_no_request_fails_while_the_daemon_is_upgraded_and_all_is_hit_afterwards
             break
         assert time.monotonic() < deadline, "what was computed is not stored"
 
-    with Load(url) as load:
+    before = metrics_of(store_pod, "store", "metrics")
+    with Load(url) as load, Load(url) as other:
         store.stop(store_pod.spec["terminationGracePeriodSeconds"])
         away = len(load.answers)
         deadline = time.monotonic() + 60
@@ -112,12 +113,17 @@ def test_no_request_fails_while_the_daemon_is_upgraded_and_all_is_hit_afterwards
             assert time.monotonic() < deadline, load.failures
             time.sleep(0.05)
         store_pod, store = site.start_store()
+        after = metrics_of(store_pod, "store", "metrics")
         back = len(load.answers)
         while len(load.answers) < back + len(PROMPTS):
             assert time.monotonic() < deadline + 60, load.failures
             time.sleep(0.05)
-    assert load.failures == []
-    assert set(load.answers) <= expected
+    assert load.failures == other.failures == []
+    assert set(load.answers) | set(other.answers) <= expected
+    dram, ssd = (f'emberkv_store_blocks{{tier="{tier}"}}' for tier in ("dram", "ssd"))
+    assert before[dram] > 0
+    assert after[dram] >= 0.99 * before[dram]
+    assert after[ssd] >= before[ssd] > 0
 
     deadline = time.monotonic() + 60
     while [cached_tokens(complete(url, prompt)) for prompt in PROMPTS] != whole:
