@@ -1,7 +1,7 @@
 """What the memory index's kernels know of its table: one array of numbers, `state`.
 
-A call of a kernel costs Python 0.06 to 0.11 us for each array it hands over, so it hands over this one,
-which says where the others are. Who replaces one of them must say so at once (`tell`).
+A call of a kernel costs Python 0.06 to 0.11 us for each array it hands over, so it hands over this
+one, which says where the others are. Who replaces one of them must say so at once (`tell`).
 """
 
 from __future__ import annotations
