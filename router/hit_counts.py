@@ -32,13 +32,15 @@ def count_hits(
 
 def saved_seconds(decision: Decision, delivered: usage.Delivered | None) -> float:
     """Prefill that the engine was spared, less what fetching took; by the speeds of the choice."""
-    chosen = decision.chosen
     prompt = decision.plan.prompt_tokens
     cached = delivered.cached_tokens if delivered is not None else decision.predicted_hit_tokens
     rest = max(1, prompt - cached)
     if rest >= prompt:
         return 0.0
+    chosen = decision.chosen
     speeds = chosen.candidate.speeds
-    whole = speeds.work_seconds(prompt, attention_pairs(prompt, prompt))
-    spent = speeds.work_seconds(rest, attention_pairs(rest, prompt)) + chosen.estimate.fetch_seconds
-    return max(0.0, whole - spent)
+    seconds = (prompt - rest) / speeds.prefill_tokens_per_second
+    if speeds.prefill_quadratic_seconds:
+        pairs = attention_pairs(prompt, prompt) - attention_pairs(rest, prompt)
+        seconds += pairs * speeds.prefill_quadratic_seconds
+    return max(0.0, seconds - chosen.estimate.fetch_seconds)

@@ -8,6 +8,7 @@ import logging
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 from client_sdk.aio import timeout
 from router.engines import Engine, EngineTable
@@ -82,7 +83,9 @@ class Addresses:
         self._found[name] = _Found(ip, self._clock())
 
 
+@lru_cache(maxsize=8192)
 def _literal(host: str) -> str | None:
+    """The address that `host` spells, if it is one; asked for every engine and request."""
     try:
         return str(ipaddress.ip_address(host))
     except ValueError:

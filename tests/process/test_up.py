@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from urllib.request import Request, urlopen
 
 import pytest
@@ -71,6 +72,14 @@ def test_the_example_cluster_answers_shows_its_state_and_ends_clean(cluster: Run
     assert text == whole["choices"][0]["message"]["content"]
     assert chunks[-1]["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
 
+    state = _page_with_fill(cluster)
+    assert [node["exactness"] for node in state["nodes"]] == ["exact", "exact"]
+    tiers = [tier for node in state["nodes"] for tier in node["tiers"]]
+    assert [tier["tier"] for tier in tiers] == ["DRAM", "SSD"] * 2
+    assert min(tier["capacity_bytes"] for tier in tiers) > 0
+    assert len(state["decisions"]) == state["window"]["requests"] == 2
+    assert state["totals"]["delivered_hit_tokens"] > 0
+
     nodes = _settled_status(cluster)
     assert [node["node_id"] for node in nodes] == ["node-a", "node-b"]
     for node in nodes:
@@ -100,6 +109,18 @@ def test_the_example_cluster_answers_shows_its_state_and_ends_clean(cluster: Run
     assert pids_with(run_id) == []
     assert os.listdir(cluster.up.base_dir) == []
     assert not list(SHM.glob(f"emberkv-{run_id}-*"))
+
+
+def _page_with_fill(cluster: Running) -> dict[str, Any]:
+    """What the page shows, once a daemon has reported that its tiers hold something."""
+    deadline = time.monotonic() + 20
+    while True:
+        with urlopen(f"{cluster.up.router_url}/ui/state", timeout=30) as page:  # noqa: S310
+            state: dict[str, Any] = json.load(page)
+        if any(tier["used_bytes"] for node in state["nodes"] for tier in node["tiers"]):
+            return state
+        assert time.monotonic() < deadline, state["nodes"]
+        time.sleep(0.2)
 
 
 def _settled_status(cluster: Running) -> list[dict]:  # type: ignore[type-arg]
