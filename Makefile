@@ -12,7 +12,7 @@ PROTOS = $(wildcard proto/emberkv_proto/v1/*.proto)
 PROTOC = $(PROTO_VENV)/bin/python -m grpc_tools.protoc -I proto
 
 .DEFAULT_GOAL := help
-.PHONY: help docs setup demo demo-vllm redis-server browser test test-fast test-vllm test-sglang test-envoy test-k8s kube-control-plane kustomize image sbom lint fmt type proto proto-check check ci crash soak index-model index-campaign bench clean
+.PHONY: help docs setup demo demo-vllm redis-server browser test test-fast test-vllm test-sglang test-envoy test-k8s kube-control-plane kustomize image sbom lint fmt type proto proto-check check ci crash soak index-model index-campaign transport-campaign bench clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -176,6 +176,13 @@ LOOPS ?= 100
 crash: setup ## kill -9 a loaded daemon LOOPS times and check that nothing acknowledged is lost
 	$(BIN)/python -m tests.process.crash_campaign --loops $(LOOPS) \
 	  $(if $(SEED),--seed $(SEED)) $(if $(FIRST),--first-loop $(FIRST))
+
+TRANSPORT_RUNS ?= 200
+transport-campaign: setup ## kill and stop either side of each transport TRANSPORT_RUNS times, guard bytes around every slot
+	@for transport in tcp ucx ucx-read; do \
+	  $(BIN)/python -m tests.process.transport_campaign --runs $(TRANSPORT_RUNS) --seed $(SEED) \
+	    --transport $$transport || exit 1; \
+	done
 
 MINUTES ?= 10
 soak: setup ## hammer a daemon at 105 % of its capacity for MINUTES, every byte checked

@@ -202,7 +202,7 @@ class Daemon:
 
         view = pool.view()
         stack.callback(view.release)
-        pool_descriptor = pool.open_for_client()
+        pool_descriptor = pool.open_for_agents()
         stack.callback(os.close, pool_descriptor)
         transport = make_transport(settings, incarnation, pool_descriptor)
         stack.callback(transport.shutdown)

@@ -9,6 +9,7 @@ import fcntl
 import logging
 import mmap
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -144,6 +145,11 @@ class Pool:
         """A new descriptor of the file to pass on. It must not be the locked one: a client that
         outlives the daemon would hold the lock. The caller closes it."""
         return os.open(f"/proc/self/fd/{self._lock_fd}", os.O_RDWR | os.O_CLOEXEC)
+
+    def open_for_agents(self) -> int:
+        """The locked descriptor once more, for processes of ours that write: the next life waits
+        until the last of them has ended. The caller closes it."""
+        return os.dup(self._lock_fd)
 
     def view(self) -> memoryview:
         """The whole file. Release it before `close`."""
@@ -296,6 +302,10 @@ def read_boot_id() -> bytes:
     return bytes.fromhex(BOOT_ID.read_text().strip().replace("-", ""))
 
 
+AGENTS_END_SECONDS = 10.0
+"""How long a new life waits for processes of the last one, which the kernel kills with it."""
+
+
 def lock_holder(fd: int) -> str:
     """Who holds the flock on a file, for error texts."""
     status = os.fstat(fd)
@@ -313,15 +323,26 @@ def lock_holder(fd: int) -> str:
 
 def _open_locked(path: Path) -> int:
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        holder = lock_holder(fd)
-        os.close(fd)
-        raise AccessDeniedError(
-            f"another daemon ({holder}) uses the pool {path}; stop it or set another dram.path"
-        ) from None
-    return fd
+    deadline = time.monotonic() + AGENTS_END_SECONDS
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = lock_holder(fd)
+            if _has_ended(holder) and time.monotonic() < deadline:
+                time.sleep(0.02)  # its agents are being killed; until then they may write
+                continue
+            os.close(fd)
+            raise AccessDeniedError(
+                f"another daemon ({holder}) uses the pool {path}; stop it or set another dram.path"
+            ) from None
+        return fd
+
+
+def _has_ended(holder: str) -> bool:
+    """Whether the process that took the lock is gone, as far as can be seen from here."""
+    pid = holder.removeprefix("pid ")
+    return pid.isdigit() and int(pid) > 0 and not Path("/proc", pid).exists()
 
 
 def _refuse_foreign(fd: int, path: Path) -> None:

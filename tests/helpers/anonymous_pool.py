@@ -10,9 +10,12 @@ from types import TracebackType
 class AnonymousPool:
     """`size` bytes of zeros; the whole of it is `view`. A context manager."""
 
-    def __init__(self, size: int) -> None:
-        self.descriptor = os.memfd_create("emberkv-test-pool", os.MFD_CLOEXEC)
-        os.ftruncate(self.descriptor, size)
+    def __init__(self, size: int, descriptor: int | None = None) -> None:
+        """`descriptor` is of one that another process made; it belongs to the pool then."""
+        if descriptor is None:
+            descriptor = os.memfd_create("emberkv-test-pool", os.MFD_CLOEXEC)
+            os.ftruncate(descriptor, size)
+        self.descriptor = descriptor
         self._memory = mmap.mmap(self.descriptor, size)
         self.view = memoryview(self._memory)
 

@@ -31,3 +31,14 @@ def private_bytes(pid: int) -> int:
 def descriptors(pid: int) -> int:
     """How many files a process has open."""
     return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+def children_of(pid: int) -> list[int]:
+    """Of all its threads; empty when it has ended."""
+    found: list[int] = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        try:
+            found += [int(word) for word in path.read_text().split()]
+        except OSError:  # noqa: PERF203 - the thread ended meanwhile
+            continue
+    return sorted(found)

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +16,7 @@ from store_daemon.block import StoredNamespace
 from store_daemon.config import DramSection
 from store_daemon.tiers.pool import Pool
 from store_daemon.tiers.slots import SizeClass
+from tests.helpers.server_process import ROOT
 from tests.helpers.store import chain, small_namespace
 
 NAMESPACE = StoredNamespace.of(small_namespace())
@@ -186,3 +190,21 @@ def test_a_pool_path_that_cannot_be_opened_is_told(tmp_path: Path) -> None:
     (tmp_path / "pool").mkdir()
     with pytest.raises(PreflightError, match="cannot be opened"):
         open_pool(tmp_path)
+
+
+def test_the_next_life_waits_for_processes_that_still_write(tmp_path: Path) -> None:
+    """As when a daemon is killed, and its agents end a moment later."""
+    holder = subprocess.Popen(
+        [sys.executable, "-m", "tests.helpers.pool_holder", str(tmp_path / "pool"), "1.0"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held by a child\n"
+        holder.wait(10)  # as by kill -9; its child has the lock now
+        begun = time.monotonic()
+        pool = open_pool(tmp_path)
+        assert time.monotonic() - begun > 0.3
+        pool.close()
