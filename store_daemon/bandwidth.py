@@ -21,18 +21,32 @@ class _Sample:
     seconds: float
 
 
+@dataclass(frozen=True, slots=True)
+class Line:
+    """What a read takes: something for itself, and something for each byte."""
+
+    setup_seconds: float
+    byte_seconds: float
+
+    def seconds_for(self, wanted_bytes: int) -> float:
+        return self.setup_seconds + wanted_bytes * self.byte_seconds
+
+
 class ReadSpeed:
     """The last reads of one source. `now` is monotonic seconds and never falls."""
 
     def __init__(self, samples: int = MAX_SAMPLES, memory_seconds: float = MEMORY_SECONDS) -> None:
         self._samples: deque[_Sample] = deque(maxlen=samples)
         self._memory_seconds = memory_seconds
+        self._line: Line | None = None
+        """As fitted since the last read."""
 
     def measured(self, read_bytes: int, seconds: float, now: float) -> None:
         """A read of so many bytes (more than 0) took so long, while others went on beside it."""
         assert read_bytes > 0
         assert not self._samples or now >= self._samples[-1].at
         self._samples.append(_Sample(now, read_bytes, max(seconds, 1e-9)))
+        self._line = None
 
     def bytes_per_second(self, now: float) -> float | None:
         """Median over the reads; None when nothing was read lately."""
@@ -53,6 +67,35 @@ class ReadSpeed:
         speed = self.bytes_per_second(now)
         return None if speed is None else wanted_bytes / speed
 
+    def line(self, now: float) -> Line | None:
+        """For reads of very different sizes; None when nothing was read lately.
+
+        The median slope between any two reads of which one is at least twice as large (Theil and
+        Sen), so a third of nonsense does no harm. Without such, all time is the bytes'. O(n^2)
+        after a read, O(n) otherwise.
+        """
+        self._forget(now)
+        if not self._samples:
+            return None
+        if self._line is None:
+            self._line = self._fitted()
+        return self._line
+
+    def _fitted(self) -> Line:
+        samples = sorted(self._samples, key=lambda sample: sample.read_bytes)
+        slopes = [
+            (large.seconds - small.seconds) / (large.read_bytes - small.read_bytes)
+            for number, small in enumerate(samples)
+            for large in samples[number + 1 :]
+            if large.read_bytes >= 2 * small.read_bytes
+        ]
+        proportional = median(sample.seconds / sample.read_bytes for sample in samples)
+        slope = median(slopes) if slopes else proportional
+        if not 0 < slope <= proportional:
+            return Line(0.0, proportional)  # noise: more bytes do not take less time
+        rest = median(sample.seconds - slope * sample.read_bytes for sample in samples)
+        return Line(max(0.0, rest), slope)
+
     def check_integrity(self) -> None:
         """Assert that samples are in order, bounded and possible."""
         times = [sample.at for sample in self._samples]
@@ -64,3 +107,4 @@ class ReadSpeed:
     def _forget(self, now: float) -> None:
         while self._samples and now - self._samples[0].at > self._memory_seconds:
             self._samples.popleft()
+            self._line = None

@@ -76,9 +76,10 @@ class Estimates:
             window = lease.blocks[lease.arrived : lease.arrived + MOVING_BLOCKS]
             mine = sum(is_moving(block) for block in window if block is not None)
             paces[Source.SSD] = Pace(seconds, self._threads, self._promoter.in_flight - mine)
-        from_peer = self._pulls.speed.seconds_for(block_bytes, now)
-        if from_peer is not None:
-            paces[Source.PEER] = Pace(from_peer, 1)
+        line = self._pulls.speed.line(now)
+        if line is not None:
+            seconds = line.byte_seconds * block_bytes
+            paces[Source.PEER] = Pace(seconds, 1, setup_seconds=line.setup_seconds)
         return paces
 
     def _source(self, lease: Lease, number: int, block: Block | None) -> Source:

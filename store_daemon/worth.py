@@ -19,10 +19,13 @@ class Pace:
     """How many are brought at a time."""
     ahead: int = 0
     """Blocks for others that come first."""
+    setup_seconds: float = 0.0
+    """Before the first one moves."""
 
     def arrival_seconds(self, number: int) -> float:
         """From now until block `number` (from 0) of this source is here."""
-        return math.ceil((self.ahead + number + 1) / self.lanes) * self.block_seconds
+        rounds = math.ceil((self.ahead + number + 1) / self.lanes)
+        return self.setup_seconds + rounds * self.block_seconds
 
 
 def expected_arrivals(pending: Sequence[Source], paces: Mapping[Source, Pace]) -> list[float]:

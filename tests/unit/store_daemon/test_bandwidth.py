@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from store_daemon.bandwidth import ReadSpeed
+from store_daemon.bandwidth import Line, ReadSpeed
 
 MIB = 1 << 20
 
@@ -60,3 +60,43 @@ def test_it_is_the_median_of_the_last_reads_that_are_remembered(
     wanted = median(rate for _, rate, _ in remembered) if remembered else None
     assert speed.bytes_per_second(now) == wanted
     assert speed.read_seconds(now) == (median(s for *_, s in remembered) if remembered else None)
+
+
+def test_line_tells_setup_from_bytes_and_bears_nonsense() -> None:
+    speed = ReadSpeed()
+    for number in range(1, 31):
+        seconds = 0.005 + number * 0.001
+        speed.measured(number * 1000, seconds * (9 if number % 5 == 0 else 1), float(number))
+    line = speed.line(30.0)
+    assert line is not None
+    assert line.seconds_for(0) == pytest.approx(0.005, rel=0.2)
+    assert line.seconds_for(100_000) == pytest.approx(0.105, rel=0.2)
+
+
+def test_line_of_reads_of_one_size_is_all_the_bytes() -> None:
+    speed = ReadSpeed()
+    for at in range(3):
+        speed.measured(1000, 2.0, float(at))
+    line = speed.line(3.0)
+    assert line is not None
+    assert (line.setup_seconds, line.byte_seconds) == (0.0, 0.002)
+
+
+def test_line_never_says_that_more_bytes_take_less_time() -> None:
+    speed = ReadSpeed()
+    speed.measured(1000, 1.0, 0.0)
+    speed.measured(4000, 0.5, 0.0)
+    line = speed.line(0.0)
+    assert line is not None
+    assert line.byte_seconds > 0
+    assert line.setup_seconds == 0.0
+
+
+def test_line_is_fitted_anew_after_each_read_and_forgotten_with_them() -> None:
+    speed = ReadSpeed(memory_seconds=10.0)
+    speed.measured(1000, 1.0, 0.0)
+    assert speed.line(0.0) == Line(0.0, 0.001)
+    speed.measured(1000, 3.0, 5.0)
+    assert speed.line(5.0) == Line(0.0, 0.002)
+    assert speed.line(12.0) == Line(0.0, 0.003)
+    assert speed.line(16.0) is None

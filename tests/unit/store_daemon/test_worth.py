@@ -10,7 +10,7 @@ from store_daemon.worth import Pace, blocks_worth_loading, expected_arrivals
 
 SSD, PEER, DRAM = Source.SSD, Source.PEER, Source.DRAM
 SECONDS = st.floats(0.0, 10.0)
-PACES = st.builds(Pace, SECONDS, st.integers(1, 8), st.integers(0, 40))
+PACES = st.builds(Pace, SECONDS, st.integers(1, 8), st.integers(0, 40), SECONDS)
 SOURCES = st.lists(st.sampled_from([SSD, PEER, DRAM]), max_size=30)
 
 
@@ -23,7 +23,7 @@ def naive_total(arrivals: list[float], count: int, recompute_seconds: float) -> 
 def naive_arrivals(pending: list[Source], paces: dict[Source, Pace]) -> list[float]:
     """Each source as so many workers on one queue."""
     arrivals, latest = [], 0.0
-    workers = {source: [0.0] * pace.lanes for source, pace in paces.items()}
+    workers = {source: [pace.setup_seconds] * pace.lanes for source, pace in paces.items()}
 
     def work(source: Source) -> float:
         free = workers[source]
