@@ -11,10 +11,11 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass
 from typing import Any
 
+from emberkv_proto.chains import chain_hashes
 from emberkv_proto.errors import InvalidRequestError
 from emberkv_proto.events import Keys
-from emberkv_proto.hashing import block_hashes, index_keys
-from emberkv_proto.types import ChainHits, EngineHit, NamespaceId, NodeHit, NodeId
+from emberkv_proto.hashing import index_keys
+from emberkv_proto.types import ChainHits, EngineHit, HashScheme, NamespaceId, NodeHit, NodeId
 from global_index.embedded import GlobalIndex
 from global_index.http_bodies import ChainQuestion, HashesQuestion, Shape, TokensQuestion
 from global_index.membership import Liveness
@@ -33,6 +34,7 @@ class ChainKind:
 
     namespace_id: NamespaceId
     block_tokens: int
+    scheme: HashScheme = HashScheme.EMBER
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +67,12 @@ def instances(index: GlobalIndex) -> list[Instance]:
         if node.liveness is Liveness.GONE:
             continue
         for info in node.engines:
-            kind = ChainKind(info.namespace_id, info.block_tokens)
+            kind = ChainKind(info.namespace_id, info.block_tokens, info.hash_scheme)
             instance = Instance(info.engine_id, info.dp_rank, node.node_id, info.model, kind)
             found[node.node_id, info.engine_id, info.dp_rank] = instance
     for engine in index.engines():
         key, info = engine.key, engine.info
-        kind = ChainKind(info.namespace_id, info.block_tokens)
+        kind = ChainKind(info.namespace_id, info.block_tokens, info.hash_scheme)
         instance = Instance(key.engine_id, key.dp_rank, key.node_id, info.model, kind)
         found[key.node_id, key.engine_id, key.dp_rank] = instance
     served = {instance.node_id for instance in found.values()}
@@ -87,7 +89,8 @@ async def answer_tokens(
     kinds = _kinds(known, question.model)
     hits: dict[ChainKind, ChainHits] = {}
     for kind in kinds:
-        hashes = block_hashes(
+        hashes = chain_hashes(
+            kind.scheme,
             kind.namespace_id,
             question.tokens,
             kind.block_tokens,

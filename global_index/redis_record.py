@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from emberkv_proto.convert import hash_scheme_from
 from emberkv_proto.types import (
     EngineInfo,
     Incarnation,
@@ -58,6 +59,7 @@ def record_to_json(record: NodeRecord) -> str:
                     *(e.engine_id, e.url, e.model, e.namespace_id.hex()),
                     *(e.block_tokens, e.role, e.dp_rank),
                     *(e.events_endpoint, e.replay_endpoint, e.engine_block_tokens),
+                    *([e.hash_scheme.value] if e.hash_scheme.value else []),
                 ]
                 for e in view.engines
             ],
@@ -129,6 +131,7 @@ def _engine(
     events: Any,
     replay: Any,
     engine_block_tokens: Any,
+    hash_scheme: Any = "",
 ) -> EngineInfo:
     return EngineInfo(
         _text(engine_id),
@@ -141,6 +144,7 @@ def _engine(
         _text(events),
         _text(replay),
         _count(engine_block_tokens),
+        hash_scheme_from(_text(hash_scheme)),
     )
 
 

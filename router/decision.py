@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from emberkv_proto.hashing import block_hashes, index_keys
-from emberkv_proto.types import BlockHash, ChainHits, EngineHit, NamespaceId, NodeHit
+from emberkv_proto.chains import chain_hashes
+from emberkv_proto.hashing import index_keys
+from emberkv_proto.types import BlockHash, ChainHits, EngineHit, HashScheme, NamespaceId, NodeHit
 from router.candidates import Asked, Candidate, CostPolicy, Preferences, estimate_of, make_policy
 from router.config import PolicyName
 from router.engines import Engine, EngineTable
@@ -72,6 +73,7 @@ class ChainKind:
 
     namespace_id: NamespaceId
     block_tokens: int
+    scheme: HashScheme = HashScheme.EMBER
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -318,7 +320,7 @@ class Chooser:
         return min(engines, key=lambda engine: self._ledger.active_requests(engine.url))
 
     async def _look_up(self, kind: ChainKind, tokens: TokenIds, salt: bytes) -> Chain:
-        hashes = block_hashes(kind.namespace_id, tokens, kind.block_tokens, salt=salt)
+        hashes = chain_hashes(kind.scheme, kind.namespace_id, tokens, kind.block_tokens, salt=salt)
         keys = index_keys(hashes).astype(np.uint64, copy=False)
         try:
             hits = await self._index.answer(keys)
@@ -359,4 +361,4 @@ class Chooser:
 def _kind(engine: Engine) -> ChainKind | None:
     if engine.namespace_id is None:
         return None
-    return ChainKind(engine.namespace_id, engine.block_tokens)
+    return ChainKind(engine.namespace_id, engine.block_tokens, engine.hash_scheme)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from emberkv_proto.types import EngineInfo, NamespaceId, NodeId
+from emberkv_proto.types import EngineInfo, HashScheme, NamespaceId, NodeId
 from router.health import BreakerLimits, Health
 from router.view import FoundEngine, NodeView
 
@@ -36,6 +36,7 @@ class Engine:
     """gRPC of its node's daemon; empty while none is known."""
     namespace_id: NamespaceId | None = None
     block_tokens: int = 0
+    hash_scheme: HashScheme = HashScheme.EMBER
     is_static: bool = False
     is_announced: bool = False
     """By a daemon that is alive now, or by a pod that is there."""
@@ -192,3 +193,4 @@ def _describe(engine: Engine, info: EngineInfo, node_id: str) -> None:
     if info.block_tokens > 0:
         engine.namespace_id = info.namespace_id
         engine.block_tokens = info.block_tokens
+        engine.hash_scheme = info.hash_scheme

@@ -23,9 +23,10 @@ from client_sdk.cli.http_json import post_json
 from client_sdk.cli.remote import CALL_SECONDS, indexed_nodes
 from client_sdk.index_client import IndexClient, IndexedNode
 from client_sdk.tls import Tls
+from emberkv_proto.chains import chain_hashes
 from emberkv_proto.errors import ConfigError, EmberError, InvalidRequestError
 from emberkv_proto.events import Keys
-from emberkv_proto.hashing import block_hashes, index_keys
+from emberkv_proto.hashing import index_keys
 from emberkv_proto.request_keys import adapter_key, salt_bytes
 from emberkv_proto.types import BLOCK_HASH_BYTES, BlockHash, EngineInfo
 
@@ -239,7 +240,8 @@ async def find_chain(
     if tokens is None:
         tokens = tuple(await asyncio.to_thread(_tokenize, engine, query.prompt))
     adapter = query.adapter
-    hashes = block_hashes(
+    hashes = chain_hashes(
+        engine.hash_scheme,
         engine.namespace_id,
         list(tokens),
         engine.block_tokens,

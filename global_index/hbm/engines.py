@@ -319,7 +319,12 @@ class EngineDirectory:
             self._refused.add(key)
             log.debug("engine %s is not followed: %s", key, error)
             return False
-        form = ChainForm(info.namespace_id, info.block_tokens, info.engine_block_tokens)
+        form = ChainForm(
+            info.namespace_id,
+            info.block_tokens,
+            info.engine_block_tokens,
+            scheme=info.hash_scheme,
+        )
         engine = _Engine(key, info, self._holders.take(), EngineRows(form), now, now)
         self._engines[key] = self._by_holder[engine.holder] = engine
         self._rebase(engine)
@@ -375,6 +380,7 @@ def _is_same_stream(old: EngineInfo, new: EngineInfo) -> bool:
         and old.namespace_id == new.namespace_id
         and old.block_tokens == new.block_tokens
         and old.engine_block_tokens == new.engine_block_tokens
+        and old.hash_scheme is new.hash_scheme
     )
 
 

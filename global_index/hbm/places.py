@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from emberkv_proto.hashing import ExtraKey, block_hashes, chain_root
+from emberkv_proto.chains import chain_hashes, chain_start
+from emberkv_proto.hashing import ExtraKey
 from emberkv_proto.request_keys import adapter_key, media_key, salt_bytes
-from emberkv_proto.types import BlockHash, NamespaceId
+from emberkv_proto.types import BlockHash, HashScheme, NamespaceId
 from global_index.hbm.events import EngineHash, EngineStored
 
 _TOKEN_BYTES = 4
@@ -25,6 +26,7 @@ class ChainForm:
     """0: taken from the first event."""
     adapters: tuple[tuple[str, str], ...] = ()
     """Name and weights id of each adapter that is known; blocks of others are not indexed."""
+    scheme: HashScheme = HashScheme.EMBER
 
 
 @dataclass(slots=True, eq=False)
@@ -81,10 +83,16 @@ class Placing:
 
     def root(self, run: EngineStored) -> Start:
         """Of a run that starts a prompt."""
-        return Start(chain_root(self._form.namespace_id, salt_bytes(run.salt)))
+        return Start(chain_start(self._form.scheme, self._form.namespace_id, salt_bytes(run.salt)))
 
     def understood_blocks(self, run: EngineStored) -> int:
         """Leading blocks of which a hash can be made."""
+        if self._form.scheme is HashScheme.UNKNOWN:
+            return 0
+        if self._form.scheme is HashScheme.SGLANG and (
+            run.adapter or any(run.media) or run.block_tokens != self._form.block_tokens
+        ):
+            return 0
         return run.understood_blocks if not run.adapter or run.adapter in self._adapters else 0
 
     def places(self, run: EngineStored, start: Start) -> Iterator[Place]:
@@ -139,6 +147,11 @@ class Placing:
         if media:
             full = range(len(tokens) // form.block_tokens)
             keys = {number: (*adapter, *media.get(number, ())) for number in full}
-        return block_hashes(
-            form.namespace_id, tokens, form.block_tokens, extra_keys=keys, parent=start.whole
+        return chain_hashes(
+            form.scheme,
+            form.namespace_id,
+            tokens,
+            form.block_tokens,
+            extra_keys=keys,
+            parent=start.whole,
         )

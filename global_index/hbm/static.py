@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated
+from typing import Annotated, Literal
 
 import blake3
 from pydantic import Field, field_validator
 
 from client_sdk.settings import Section
 from emberkv_proto.errors import InvalidRequestError
-from emberkv_proto.types import NAMESPACE_ID_BYTES, EngineInfo, NamespaceId, NodeId
+from emberkv_proto.types import NAMESPACE_ID_BYTES, EngineInfo, HashScheme, NamespaceId, NodeId
 from global_index.hbm.endpoints import check_endpoint
 
 Name = Annotated[str, Field(min_length=1, max_length=253)]
@@ -33,6 +33,8 @@ class StaticEngine(Section):
     """Tokens of a block of ours; a multiple of the engine's block size."""
     namespace_id: str = ""
     """32 hexadecimal digits; empty: engines of the same model and block_tokens share one."""
+    hash_scheme: Literal["", "sglang"] = ""
+    """sglang: its namespace_id is that of SGLang engines with our storage backend."""
     data_parallel_ranks: Annotated[int, Field(ge=1, le=1024)] = 1
 
     @field_validator("events", "replay")
@@ -71,6 +73,7 @@ class StaticEngine(Section):
                     dp_rank=rank,
                     events_endpoint=_further(self.events, rank),
                     replay_endpoint=_further(self.replay, rank),
+                    hash_scheme=HashScheme(self.hash_scheme),
                 ),
             )
             for rank in range(self.data_parallel_ranks)

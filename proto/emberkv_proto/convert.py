@@ -32,6 +32,7 @@ from emberkv_proto.types import (
     ChainHits,
     EngineHit,
     EngineInfo,
+    HashScheme,
     Incarnation,
     NamespaceId,
     NodeHit,
@@ -156,6 +157,14 @@ def namespace_id_from_wire(packed: bytes) -> NamespaceId:
     return NamespaceId(packed)
 
 
+def hash_scheme_from(name: str) -> HashScheme:
+    """One that this version does not know is UNKNOWN."""
+    try:
+        return HashScheme(name)
+    except ValueError:
+        return HashScheme.UNKNOWN
+
+
 def engine_to_wire(engine: EngineInfo) -> common_pb2.EngineInfo:
     return common_pb2.EngineInfo(
         engine_id=engine.engine_id,
@@ -168,6 +177,7 @@ def engine_to_wire(engine: EngineInfo) -> common_pb2.EngineInfo:
         events_endpoint=engine.events_endpoint,
         replay_endpoint=engine.replay_endpoint,
         engine_block_tokens=engine.engine_block_tokens,
+        hash_scheme=engine.hash_scheme.value,
     )
 
 
@@ -187,6 +197,7 @@ def engine_from_wire(message: common_pb2.EngineInfo) -> EngineInfo:
         events_endpoint=message.events_endpoint,
         replay_endpoint=message.replay_endpoint,
         engine_block_tokens=message.engine_block_tokens,
+        hash_scheme=hash_scheme_from(message.hash_scheme),
     )
 
 

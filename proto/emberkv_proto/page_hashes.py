@@ -1,7 +1,7 @@
 """SGLang's page hashes as block hashes.
 
     page(i)  = SHA256(page(i-1) || tokens of page i as u32 little endian)
-    page(-1) = nothing; with a cache salt, SHA256 over it (see `_seed`)
+    page(-1) = nothing; with a cache salt, SHA256 over it (see `page_seed`)
     block(i) = page(i) XOR BLAKE3(namespace id)
 
 SGLang hands its storage page hashes and no tokens, so they are what its blocks are known by. Only
@@ -42,7 +42,7 @@ def page_hashes(
         raise InvalidRequestError(f"page_tokens {page_tokens} must be at least 1")
     packed = pack_tokens(tokens)
     page_bytes = 4 * page_tokens
-    previous = parent if parent is not None else _seed(salt)
+    previous = parent if parent is not None else page_seed(salt)
     hashes: list[PageHash] = []
     sha256 = hashlib.sha256
     for start in range(0, len(packed) - page_bytes + 1, page_bytes):
@@ -75,7 +75,7 @@ def unrooted(namespace_id: NamespaceId, block_hash: BlockHash) -> PageHash:
     return bytes(rooted(namespace_id, [block_hash])[0])
 
 
-def _seed(salt: bytes) -> bytes:
+def page_seed(salt: bytes) -> bytes:
     """What stands before the first page: no extra key, and the salt with its length."""
     if not salt:
         return b""

@@ -7,7 +7,7 @@ A block is a fixed run of tokens' KV: all layers of one group, cut into parts, o
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import IntEnum
+from enum import Enum, IntEnum
 from typing import NewType
 
 BlockHash = NewType("BlockHash", bytes)
@@ -71,6 +71,17 @@ class AcquirePolicy(IntEnum):
     WAIT_COMPLETE = 2
 
 
+class HashScheme(str, Enum):
+    """How the hashes of an engine's blocks are made (see `chains`). Values are the wire's."""
+
+    EMBER = ""
+    """`hashing.block_hashes`."""
+    SGLANG = "sglang"
+    """`page_hashes`, rooted in the namespace."""
+    UNKNOWN = "unknown"
+    """Of a newer version: no hash can be made."""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
     """An inference engine as it announces itself through its session."""
@@ -88,6 +99,7 @@ class EngineInfo:
     """Where missed events can be asked for; empty: nowhere."""
     engine_block_tokens: int = 0
     """Tokens of the engine's own blocks, of which ours is a multiple; 0: as its events say."""
+    hash_scheme: HashScheme = HashScheme.EMBER
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageConfig
 
+from client_sdk.engine.sglang_backend.announcement import engine_info
 from client_sdk.engine.sglang_backend.identity import (
     PageShape,
     page_shape,
@@ -29,7 +30,7 @@ from client_sdk.engine.weights import UnsupportedEngineError
 from client_sdk.sync_client import SyncClient
 from emberkv_proto.errors import InvalidRequestError, UnavailableError
 from emberkv_proto.page_hashes import rooted
-from emberkv_proto.types import BLOCK_HASH_BYTES, BlockHash
+from emberkv_proto.types import BlockHash, EngineInfo
 
 log = logging.getLogger("sglang.emberkv")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -99,7 +100,8 @@ class EmberHiCache(HiCacheStorage):  # type: ignore[misc]
             pages.page_bytes,
         )
         self.close()
-        loader, saver = (self._client(shape, job) for job in ("load", "save"))
+        loader = self._client(shape, "load", self._engine_info(shape))
+        saver = self._client(shape, "save", None)
         transfer = PageTransfer(loader, saver, self._settings, self.stats)
         try:
             transfer.connect()
@@ -248,11 +250,18 @@ class EmberHiCache(HiCacheStorage):  # type: ignore[misc]
 
     # ---- inside ----
 
-    def _client(self, shape: PageShape, job: str) -> SyncClient:
+    def _engine_info(self, shape: PageShape) -> EngineInfo | None:
+        url = self._settings.engine_url
+        if not url:
+            return None
+        return engine_info(shape, self._config, _server_args(), url, _dp_rank())
+
+    def _client(self, shape: PageShape, job: str, engine: EngineInfo | None) -> SyncClient:
         return SyncClient(
             self._settings.socket_path,
             shape.namespace,
             part=shape.part,
+            engine=engine,
             client_name=f"sglang {job} pid {os.getpid()}",
             timeout_seconds=self._settings.timeout_seconds,
         )
@@ -312,4 +321,12 @@ def _server_args() -> Any:
         return None
 
 
-assert BLOCK_HASH_BYTES == 32, "SGLang's page hashes are SHA-256"
+def _dp_rank() -> int:
+    """By which SGLang counts its replicas' publishers."""
+    from sglang.srt.disaggregation.kv_events import select_kv_publisher_dp_rank
+    from sglang.srt.runtime_context import get_parallel
+
+    parallel = get_parallel()
+    return int(
+        select_kv_publisher_dp_rank(parallel.attn_dp_size, parallel.attn_dp_rank, parallel.dp_rank)
+    )

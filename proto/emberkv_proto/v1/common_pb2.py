@@ -24,19 +24,19 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1d\x65mberkv_proto/v1/common.proto\x12\nemberkv.v1\"\x07\n\x05\x45mpty\"\xd5\x01\n\nEngineInfo\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x0b\n\x03url\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x0c\n\x04role\x18\x04 \x01(\t\x12\x0f\n\x07\x64p_rank\x18\x05 \x01(\r\x12\x14\n\x0cnamespace_id\x18\x06 \x01(\x0c\x12\x14\n\x0c\x62lock_tokens\x18\x07 \x01(\r\x12\x17\n\x0f\x65vents_endpoint\x18\x08 \x01(\t\x12\x17\n\x0freplay_endpoint\x18\t \x01(\t\x12\x1b\n\x13\x65ngine_block_tokens\x18\n \x01(\r\":\n\x0b\x45rrorDetail\x12\x0c\n\x04\x63ode\x18\x01 \x01(\r\x12\x0c\n\x04type\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t*G\n\x04Tier\x12\x14\n\x10TIER_UNSPECIFIED\x10\x00\x12\x0c\n\x08TIER_HBM\x10\x01\x12\r\n\tTIER_DRAM\x10\x02\x12\x0c\n\x08TIER_SSD\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1d\x65mberkv_proto/v1/common.proto\x12\nemberkv.v1\"\x07\n\x05\x45mpty\"\xea\x01\n\nEngineInfo\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x0b\n\x03url\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x0c\n\x04role\x18\x04 \x01(\t\x12\x0f\n\x07\x64p_rank\x18\x05 \x01(\r\x12\x14\n\x0cnamespace_id\x18\x06 \x01(\x0c\x12\x14\n\x0c\x62lock_tokens\x18\x07 \x01(\r\x12\x17\n\x0f\x65vents_endpoint\x18\x08 \x01(\t\x12\x17\n\x0freplay_endpoint\x18\t \x01(\t\x12\x1b\n\x13\x65ngine_block_tokens\x18\n \x01(\r\x12\x13\n\x0bhash_scheme\x18\x0b \x01(\t\":\n\x0b\x45rrorDetail\x12\x0c\n\x04\x63ode\x18\x01 \x01(\r\x12\x0c\n\x04type\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t*G\n\x04Tier\x12\x14\n\x10TIER_UNSPECIFIED\x10\x00\x12\x0c\n\x08TIER_HBM\x10\x01\x12\r\n\tTIER_DRAM\x10\x02\x12\x0c\n\x08TIER_SSD\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'emberkv_proto.v1.common_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_TIER']._serialized_start=330
-  _globals['_TIER']._serialized_end=401
+  _globals['_TIER']._serialized_start=351
+  _globals['_TIER']._serialized_end=422
   _globals['_EMPTY']._serialized_start=45
   _globals['_EMPTY']._serialized_end=52
   _globals['_ENGINEINFO']._serialized_start=55
-  _globals['_ENGINEINFO']._serialized_end=268
-  _globals['_ERRORDETAIL']._serialized_start=270
-  _globals['_ERRORDETAIL']._serialized_end=328
+  _globals['_ENGINEINFO']._serialized_end=289
+  _globals['_ERRORDETAIL']._serialized_start=291
+  _globals['_ERRORDETAIL']._serialized_end=349
 # @@protoc_insertion_point(module_scope)

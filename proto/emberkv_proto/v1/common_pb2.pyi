@@ -21,7 +21,7 @@ class Empty(_message.Message):
     def __init__(self) -> None: ...
 
 class EngineInfo(_message.Message):
-    __slots__ = ("engine_id", "url", "model", "role", "dp_rank", "namespace_id", "block_tokens", "events_endpoint", "replay_endpoint", "engine_block_tokens")
+    __slots__ = ("engine_id", "url", "model", "role", "dp_rank", "namespace_id", "block_tokens", "events_endpoint", "replay_endpoint", "engine_block_tokens", "hash_scheme")
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     URL_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -32,6 +32,7 @@ class EngineInfo(_message.Message):
     EVENTS_ENDPOINT_FIELD_NUMBER: _ClassVar[int]
     REPLAY_ENDPOINT_FIELD_NUMBER: _ClassVar[int]
     ENGINE_BLOCK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HASH_SCHEME_FIELD_NUMBER: _ClassVar[int]
     engine_id: str
     url: str
     model: str
@@ -42,7 +43,8 @@ class EngineInfo(_message.Message):
     events_endpoint: str
     replay_endpoint: str
     engine_block_tokens: int
-    def __init__(self, engine_id: _Optional[str] = ..., url: _Optional[str] = ..., model: _Optional[str] = ..., role: _Optional[str] = ..., dp_rank: _Optional[int] = ..., namespace_id: _Optional[bytes] = ..., block_tokens: _Optional[int] = ..., events_endpoint: _Optional[str] = ..., replay_endpoint: _Optional[str] = ..., engine_block_tokens: _Optional[int] = ...) -> None: ...
+    hash_scheme: str
+    def __init__(self, engine_id: _Optional[str] = ..., url: _Optional[str] = ..., model: _Optional[str] = ..., role: _Optional[str] = ..., dp_rank: _Optional[int] = ..., namespace_id: _Optional[bytes] = ..., block_tokens: _Optional[int] = ..., events_endpoint: _Optional[str] = ..., replay_endpoint: _Optional[str] = ..., engine_block_tokens: _Optional[int] = ..., hash_scheme: _Optional[str] = ...) -> None: ...
 
 class ErrorDetail(_message.Message):
     __slots__ = ("code", "type", "message")

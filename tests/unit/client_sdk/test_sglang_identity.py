@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
+from client_sdk.engine.sglang_backend.announcement import engine_info, event_endpoints
 from client_sdk.engine.sglang_backend.identity import PageShape, page_shape, refuse_pools
 from client_sdk.engine.sglang_backend.settings import BackendSettings
 from client_sdk.engine.weights import UnsupportedEngineError
 from emberkv_proto.errors import ConfigError
+from emberkv_proto.types import HashScheme
 from tests.helpers.sglang_pools import (
     MHATokenToKVPoolHost,
     MHAUnknownPoolHost,
@@ -142,3 +144,45 @@ def test_settings_have_defaults_and_wrong_ones_name_the_fix() -> None:
     ):
         with pytest.raises(ConfigError, match=match):
             BackendSettings.of({**own, **extra})
+
+
+def test_one_rank_announces_the_engine_with_the_hashes_it_is_known_by() -> None:
+    args = SimpleNamespace(
+        served_model_name="tiny",
+        kv_events_config='{"publisher": "zmq", "replay_endpoint": "tcp://*:5657"}',
+    )
+    url = "http://10.0.0.6:30000"
+    info = engine_info(shape(), storage_config(), args, url, 2)
+    assert info is not None
+    assert (info.url, info.model, info.dp_rank) == (url, "tiny", 2)
+    assert info.namespace_id == shape().namespace.id
+    assert info.hash_scheme is HashScheme.SGLANG
+    assert info.block_tokens == info.engine_block_tokens == 4
+    assert (info.events_endpoint, info.replay_endpoint) == (
+        "tcp://10.0.0.6:5559",
+        "tcp://10.0.0.6:5659",
+    )
+    for silent in ({"tp_rank": 1}, {"pp_rank": 1}, {"attn_cp_rank": 1}):
+        assert engine_info(shape(), storage_config(**silent), args, url, 0) is None
+    assert engine_info(shape(), storage_config(), args, "", 0) is None
+    alone = engine_info(shape(), storage_config(), None, url, 0)
+    assert alone is not None
+    assert (alone.model, alone.events_endpoint) == ("tiny", "")
+
+
+@pytest.mark.parametrize(
+    ("text", "events"),
+    [
+        (None, ""),
+        ("{}", ""),
+        ('{"publisher": "null"}', ""),
+        ('{"publisher": "zmq"}', "tcp://h:5557"),
+        ('{"publisher": "zmq", "endpoint": "tcp://0.0.0.0:1"}', "tcp://h:1"),
+        ('{"publisher": "zmq", "endpoint": "tcp://collector:1"}', ""),
+        ('{"publisher": "zmq", "endpoint": "tcp://10.0.0.7:1", "bind": true}', "tcp://10.0.0.7:1"),
+        ('{"publisher": "zmq", "endpoint": "tcp://*:1", "bind": false}', ""),
+        ('{"publisher": "zmq", "endpoint": "ipc:///tmp/x"}', ""),
+    ],
+)
+def test_routers_are_told_where_sglang_binds(text: str | None, events: str) -> None:
+    assert event_endpoints(text, "http://h:30000", 0).events == events

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from client_sdk.engine.vllm_connector.kv_events import NOWHERE, EventEndpoints, event_endpoints
+from client_sdk.engine.event_endpoints import NOWHERE, EventEndpoints
+from client_sdk.engine.vllm_connector.kv_events import event_endpoints
 from global_index.hbm.endpoints import check_endpoint
 
 URL = "http://10.0.0.5:8000"

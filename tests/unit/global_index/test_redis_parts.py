@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from emberkv_proto.events import Keys
 from emberkv_proto.types import (
     EngineInfo,
+    HashScheme,
     Incarnation,
     NamespaceId,
     NodeId,
@@ -148,6 +149,9 @@ def test_queue_over_its_bound_is_dropped_for_that_holder_alone() -> None:
 
 def test_record_comes_back_as_it_was() -> None:
     assert record_from_json(record_to_json(RECORD).encode()) == RECORD
+    engines = (replace(ENGINE, hash_scheme=HashScheme.SGLANG),)
+    other = replace(RECORD, view=replace(VIEW, engines=engines))
+    assert record_from_json(record_to_json(other).encode()) == other
 
 
 def test_only_what_readers_keep_counts_as_news() -> None:

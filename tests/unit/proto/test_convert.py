@@ -29,6 +29,7 @@ from emberkv_proto.types import (
     ChainHits,
     EngineHit,
     EngineInfo,
+    HashScheme,
     Incarnation,
     NamespaceId,
     NodeHit,
@@ -52,6 +53,7 @@ ENGINE = EngineInfo(
     "tcp://h:5557",
     "tcp://h:5558",
     16,
+    HashScheme.SGLANG,
 )
 NODE_HIT = NodeHit(NodeId("a"), 9, 5, 4)
 ENGINE_HIT = EngineHit("e1", 2, "http://h:1", NodeId("a"), 12, 3, 5, 4)
@@ -124,6 +126,9 @@ def test_engine_comes_back_and_an_empty_role_means_both() -> None:
     assert convert.engine_from_wire(convert.engine_to_wire(ENGINE)) == ENGINE
     bare = common_pb2.EngineInfo(namespace_id=b"n" * 16)
     assert convert.engine_from_wire(bare).role == "both"
+    assert convert.engine_from_wire(bare).hash_scheme is HashScheme.EMBER
+    newer = common_pb2.EngineInfo(namespace_id=b"n" * 16, hash_scheme="of another year")
+    assert convert.engine_from_wire(newer).hash_scheme is HashScheme.UNKNOWN
     with pytest.raises(InvalidRequestError):
         convert.engine_from_wire(common_pb2.EngineInfo())
 

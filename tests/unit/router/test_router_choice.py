@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from dataclasses import replace
 
+from emberkv_proto.chains import chain_hashes
 from emberkv_proto.hashing import block_hashes, index_keys
-from emberkv_proto.types import EngineInfo, NamespaceId, NodeId
+from emberkv_proto.types import EngineInfo, HashScheme, NamespaceId, NodeId
 from router.engines import EngineTable
 from router.health import BreakerLimits
 from tests.helpers.fake_engine import COMPLETION, FakeEngine, FakeRequest, answer, hang, response
@@ -41,6 +43,23 @@ async def test_a_prompt_goes_where_its_blocks_are() -> None:
             assert router.counter("predicted_hit_tokens_total", source="dram") == 400
             # Just routed there, so the next ones count as in HBM.
             assert router.counter("predicted_hit_tokens_total", source="hbm") == 800
+
+
+async def test_an_sglang_engine_is_asked_for_by_its_own_page_hashes() -> None:
+    prompt = list(range(400))
+    async with FakeEngine().serving() as one, FakeEngine().serving() as two:
+        a, b = announced(one, "a"), announced(two, "b")
+        b.engines = (replace(b.engines[0], hash_scheme=HashScheme.SGLANG),)
+        hashes = chain_hashes(HashScheme.SGLANG, SPACE, prompt, BLOCK)
+        b.dram = set(index_keys(hashes).tolist())
+        async with running_router(index=HandIndex(a, b)) as router:
+            body = {"model": "m", "prompt": prompt}
+            got = await request(router.port, "/v1/completions", body)
+            assert got.headers["x-emberkv-engine"] == "engine-b"
+            assert got.headers["x-emberkv-hit-tokens"] == "400"
+            got = await request(router.port, "/route/explain", body)
+            assert {chain["blocks"] for chain in got.json["chains"]} == {100}
+            assert len(got.json["chains"]) == 2, "both engines' hashes were asked for"
 
 
 async def test_of_two_engines_on_a_node_the_one_whose_hbm_has_the_blocks_is_chosen() -> None:
