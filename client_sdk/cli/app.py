@@ -305,6 +305,31 @@ def doctor_vllm(context: typer.Context, as_json: JsonOption = False) -> None:
         raise typer.Exit(1)
 
 
+@doctor_app.command("sglang")
+def doctor_sglang(
+    url: Annotated[str, typer.Argument(help="Of a running server: http://host:30000")],
+    admin_key: Annotated[
+        str,
+        typer.Option(
+            envvar="SGLANG_ADMIN_API_KEY",
+            help="Its --admin-api-key: what was attached at run time is seen with it only.",
+        ),
+    ] = "",
+    as_json: JsonOption = False,
+) -> None:
+    """Check the settings of a running SGLang server."""
+    from client_sdk.cli.doctor import Verdict, findings_json, print_findings
+    from client_sdk.cli.doctor_sglang import examine_sglang
+
+    findings = examine_sglang(url, admin_key)
+    if as_json:
+        _print_json(findings_json(findings))
+    else:
+        print_findings(_console(), findings)
+    if any(finding.verdict is Verdict.FAIL for finding in findings):
+        raise typer.Exit(1)
+
+
 @doctor_app.command("faults")
 def doctor_faults(as_json: JsonOption = False) -> None:
     """List the points at which EMBERKV_FAULTS makes a server pause, fail, drop, delay or exit."""

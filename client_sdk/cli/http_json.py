@@ -12,9 +12,9 @@ from emberkv_proto.errors import ConfigError, InvalidRequestError, UnavailableEr
 HTTP_SECONDS = 5.0
 
 
-def get_json(url: str) -> dict[str, Any]:
-    """GET an object. Raises as `post_json`."""
-    return _ask(url, None)
+def get_json(url: str, token: str = "") -> dict[str, Any]:
+    """GET an object, with a bearer token if there is one. Raises as `post_json`."""
+    return _ask(url, None, token)
 
 
 def post_json(url: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -28,10 +28,12 @@ def post_json(url: str, body: dict[str, Any]) -> dict[str, Any]:
     return _ask(url, json.dumps(body).encode())
 
 
-def _ask(url: str, data: bytes | None) -> dict[str, Any]:
+def _ask(url: str, data: bytes | None, token: str = "") -> dict[str, Any]:
     if not url.startswith(("http://", "https://")):
         raise ConfigError(f"{url!r} must start with http:// or https://")
     headers = {"content-type": "application/json"}
+    if token:
+        headers["authorization"] = f"Bearer {token}"
     request = Request(url, data, headers)  # noqa: S310 - the scheme is checked above
     try:
         with urlopen(request, timeout=HTTP_SECONDS) as response:  # noqa: S310
