@@ -179,6 +179,7 @@ class HttpServer(_Process):
     """An engine's HTTP server on `url`, from the begin of its `with` block on."""
 
     name = "the server"
+    start_seconds = START_SECONDS
 
     def __init__(
         self, directory: Path, command: Sequence[str], variables: Mapping[str, str]
@@ -226,7 +227,7 @@ class HttpServer(_Process):
                 start_new_session=True,
                 env=self._variables,
             )
-        deadline = time.monotonic() + START_SECONDS
+        deadline = time.monotonic() + self.start_seconds
         while True:
             try:
                 self.get("/health")

@@ -21,7 +21,7 @@ from google.protobuf.message import Message
 
 from emberkv_proto.errors import EmberError, UnknownLeaseError, UnknownStageError
 from emberkv_proto.layout import Namespace
-from emberkv_proto.types import StageState, Tier
+from emberkv_proto.types import Source, StageState, Tier
 from emberkv_proto.v1 import common_pb2, store_pb2
 from emberkv_proto.wire import HEADER, METHODS, Method, pack_frame, unpack_header
 
@@ -50,6 +50,8 @@ class FakeDaemon:
     """How many blocks a WAIT brings."""
     needed_from: int = 0
     """What ACQUIRE says of it."""
+    late_source: Source = Source.DRAM
+    """Where ACQUIRE says that the others are."""
     faults: dict[Method, Fault] = field(default_factory=dict)
     hello: Callable[[store_pb2.HelloResponse], None] = lambda _: None
     send_descriptor: bool = True
@@ -228,7 +230,7 @@ class FakeDaemon:
             ready_blocks=ready,
             offsets=self._column(hashes[:ready], "offset"),
             checksums=self._column(hashes[:ready], "checksum"),
-            sources=bytes([2] * usable),
+            sources=bytes([Source.DRAM] * ready + [self.late_source] * (usable - ready)),
             needed_from=self.needed_from,
         )
 

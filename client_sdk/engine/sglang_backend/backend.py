@@ -126,7 +126,11 @@ class EmberHiCache(HiCacheStorage):  # type: ignore[misc]
 
     def on_host_pools_registered(self) -> None:
         """Raises UnsupportedEngineError for engines with more pools than that of their KV."""
-        refuse_pools(sorted(self._pools))
+        try:
+            refuse_pools(sorted(self._pools))
+        except UnsupportedEngineError:
+            self.close()  # SGLang does not, once the pools are told
+            raise
 
     def close(self) -> None:
         """Hang up. What is in the store stays there. Idempotent."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from client_sdk.engine.sglang_backend.stats import BackendStats
 from client_sdk.engine.sglang_backend.transfer import PageTransfer
 from client_sdk.engine.weights import UnsupportedEngineError
 from emberkv_proto.layout import Group, GroupKind, Namespace
-from emberkv_proto.types import BlockHash
+from emberkv_proto.types import BlockHash, Source
 from emberkv_proto.wire import Method
 from tests.helpers.fake_daemon import FakeDaemon, Fault
 from tests.helpers.sglang_pools import MHATokenToKVPoolHost
@@ -29,7 +30,12 @@ SETTINGS = BackendSettings(load_seconds=10.0, timeout_seconds=0.5)
 class Rig:
     """A pool of eight pages and a transfer to a daemon of so many slots."""
 
-    def __init__(self, daemon: FakeDaemon, layout: str = "page_first") -> None:
+    def __init__(
+        self,
+        daemon: FakeDaemon,
+        layout: str = "page_first",
+        settings: BackendSettings = SETTINGS,
+    ) -> None:
         self.daemon = daemon
         self.pool = MHATokenToKVPoolHost(layout=layout)
         self.pool.fill(1)
@@ -44,10 +50,10 @@ class Rig:
         )
         self.stats = BackendStats(exports=False)
         clients = [
-            SyncClient(daemon.socket_path, namespace, timeout_seconds=SETTINGS.timeout_seconds)
+            SyncClient(daemon.socket_path, namespace, timeout_seconds=settings.timeout_seconds)
             for _ in range(2)
         ]
-        self.transfer = PageTransfer(*clients, SETTINGS, self.stats)
+        self.transfer = PageTransfer(*clients, settings, self.stats)
 
     def indices(self, first: int, pages: int = PAGES) -> torch.Tensor:
         size = self.pool.page_size
@@ -130,6 +136,19 @@ def test_pages_that_come_late_are_waited_for(rig: Rig) -> None:
     assert rig.transfer.found(HASHES) == PAGES
     rig.pool.fill(2)
     assert rig.load() == PAGES
+
+
+@pytest.mark.parametrize(("peer_seconds", "found"), [(10.0, PAGES), (0.0, 2)])
+def test_what_peers_may_have_counts_once_it_has_come(
+    daemon: FakeDaemon, peer_seconds: float, found: int
+) -> None:
+    rig = Rig(daemon, settings=replace(SETTINGS, peer_seconds=peer_seconds))
+    rig.save()
+    daemon.ready_at_once, daemon.late_source = 2, Source.PEER
+    assert rig.transfer.found(HASHES) == found
+    daemon.late_source = Source.SSD
+    assert rig.transfer.found(HASHES) == PAGES, "this node has them, and need not say more"
+    rig.transfer.close()
 
 
 def test_a_full_store_keeps_the_head_and_says_so(tmp_path: Path) -> None:
