@@ -101,7 +101,8 @@ class RouterSection(Section):
     remote_prefill_factor: Annotated[float, Field(gt=0)] = 3.0
     """So does one whose prefill engines would take so many times as long."""
     handover_patience_seconds: Annotated[float, Field(gt=0, le=600)] = 5.0
-    """How long the decode node waits for the prefill node's next block."""
+    """How long the decode node waits for the prefill node's next block, beyond what the prefill is
+    estimated to take."""
     handover_seconds: Seconds = 1.0
     """How long a decode engine is kept waiting for the last blocks once the prefill is over."""
 

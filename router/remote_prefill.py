@@ -34,6 +34,7 @@ from router.stretches import Worked
 from router.upstream_head import RefusedError, UpstreamError
 
 log = logging.getLogger(__name__)
+MAX_PATIENCE_SECONDS = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +101,11 @@ class RemotePrefill:
         """
         engine, decode = handover.prefill.engine, decision.chosen.engine
         began = self._clock()
-        source = HintedSource(NodeId(engine.node_id), self._limits.patience_seconds)
-        uncached = handover.prefill.estimate.uncached_tokens
+        estimate = handover.prefill.estimate
+        # The first block comes only when those that are ahead of this prompt are prefilled.
+        patience = min(self._limits.patience_seconds + estimate.total_seconds, MAX_PATIENCE_SECONDS)
+        source = HintedSource(NodeId(engine.node_id), patience)
+        uncached = estimate.uncached_tokens
         pairs = attention_pairs(uncached, plan.prompt_tokens)
         with (
             self._ledger.charge(decode.url, 0),

@@ -3,13 +3,13 @@ whatever dies in between, an answer."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from emberkv_proto.types import Tier
 from tests.helpers.cluster import wait_until
-from tests.helpers.server_process import ServerProcess
 from tests.helpers.split_site import MODEL, Completion, SplitSite
 from tests.helpers.torch_engines import TINY, uncached_answers
 
@@ -68,25 +68,28 @@ def test_prompt_is_prefilled_elsewhere_and_its_blocks_come_while_it_is(tmp_path:
 
 @pytest.mark.slow
 def test_whatever_dies_while_blocks_travel_the_client_gets_its_answer(tmp_path: Path) -> None:
-    prompts = [prompt(10 + number, 1601) for number in range(4)]
+    prompts = [prompt(10 + number, 1601) for number in range(5)]
     expected = uncached_answers(prompts, ANSWER, **MODEL)
     with SplitSite(tmp_path, prefill_step_tokens=8) as site:
 
-        def kill_in_mid_transfer(victim: ServerProcess, number: int) -> Completion:
+        def in_mid_transfer(number: int, act: Callable[[], None], what: str) -> Completion:
             before = site.node_d.counter("pulled_blocks")
             asked = site.ask(prompts[number], ANSWER)
             wait_until(lambda: site.node_d.counter("pulled_blocks") > before + 5, "blocks travel")
-            victim.kill()
+            act()
             answer = asked.answer()
             got = answer.status, answer.token_ids
-            assert got == (200, expected[number]), f"{victim.name}: {answer.text}"
+            assert got == (200, expected[number]), f"{what}: {answer.text}"
             return answer
 
         for number, victim in enumerate((site.prefill, site.node_p, site.node_d)):
-            kill_in_mid_transfer(victim, number)
+            in_mid_transfer(number, victim.kill, victim.name)
             site.start_again(victim)
-        answer = kill_in_mid_transfer(site.decoders[0], 3)
+        in_mid_transfer(3, site.prefill.pause, "a prefill engine that stands still")
+        site.prefill.resume()
+        site.await_ready()
+        answer = in_mid_transfer(4, site.decoders[0].kill, "decode engine")
         assert answer.engine == "decode-1"
         assert site.metric("remote_prefills_total", '{outcome="failed"}') == 1
-        assert site.metric("remote_prefills_total", '{outcome="cut"}') == 2
+        assert site.metric("remote_prefills_total", '{outcome="cut"}') == 3
         wait_until(lambda: site.node_p.gauge("leases") == 0, "no lease is left")

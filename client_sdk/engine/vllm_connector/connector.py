@@ -331,6 +331,7 @@ class EmberConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             model=str(model.served_model_name or model.model),
             namespace_id=shape.namespace.id,
             block_tokens=shape.block_tokens,
+            role=self._settings.role,
             dp_rank=rank,
             events_endpoint=endpoints.events,
             replay_endpoint=endpoints.replay,

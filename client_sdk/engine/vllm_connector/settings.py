@@ -9,6 +9,8 @@ from typing import Any
 
 from emberkv_proto.errors import ConfigError
 
+ROLES = ("both", "prefill", "decode")
+
 
 @dataclass(frozen=True, slots=True)
 class ConnectorSettings:
@@ -18,6 +20,8 @@ class ConnectorSettings:
     """The node's store daemon."""
     engine_url: str = ""
     """Where routers reach this engine, e.g. http://10.0.0.5:8000; empty: it is not announced."""
+    role: str = "both"
+    """What routers send here: both, prefill or decode."""
     load_async: bool = True
     """Load between steps, while other requests compute; False: before each layer of the step."""
     load_seconds: float = 5.0
@@ -46,12 +50,18 @@ class ConnectorSettings:
             if not isinstance(value, wanted) or (isinstance(value, bool) and bool not in wanted):
                 kinds = " or ".join(kind.__name__ for kind in wanted)
                 raise ConfigError(f"kv_connector_extra_config: {name} must be {kinds}")
-        return ConnectorSettings(**extra)
+        settings = ConnectorSettings(**extra)
+        if settings.role not in ROLES:
+            raise ConfigError(
+                f"kv_connector_extra_config: role {settings.role!r} is none of {', '.join(ROLES)}"
+            )
+        return settings
 
 
 _KINDS: dict[str, tuple[type, ...]] = {
     "socket_path": (str,),
     "engine_url": (str,),
+    "role": (str,),
     "load_async": (bool,),
     "load_seconds": (float, int),
     "peer_seconds": (float, int),

@@ -112,5 +112,8 @@ def test_settings_name_the_key_that_is_wrong() -> None:
         ConnectorSettings.of({"socket_pat": "/x"})
     with pytest.raises(ConfigError, match="timeout_seconds must be float or int"):
         ConnectorSettings.of({"timeout_seconds": True})
+    assert ConnectorSettings.of({"role": "prefill"}).role == "prefill"
+    with pytest.raises(ConfigError, match="role 'prefil' is none of both, prefill, decode"):
+        ConnectorSettings.of({"role": "prefil"})
     with pytest.raises(ConfigError, match="load_async must be bool"):
         ConnectorSettings.of({"load_async": 1})

@@ -119,7 +119,8 @@ async def test_blocks_are_followed_to_the_decode_node_while_the_prompt_is_prefil
         await asyncio.wait_for(site.daemon.came.wait(), 10)
         (hint,) = site.daemon.hints
         assert hint.hashes == HASHES
-        assert (hint.request.source_node_id, hint.request.patience_seconds) == ("p", 5.0)
+        assert hint.request.source_node_id == "p"
+        assert 5.0 < hint.request.patience_seconds < 6.0, "the setting and the estimated prefill"
         assert not site.decode.requests
         site.daemon.go_on.set()
         go_on.set()
