@@ -41,7 +41,11 @@ VALUES: dict[str, Manifest] = {
     "defaults": {},
     "everything": {
         "store": {"operatorTokenSecret": "operators", "updateStrategy": "OnDelete"},
-        "router": {"autoscaling": {"enabled": True}, "service": {"type": "LoadBalancer"}},
+        "router": {
+            "autoscaling": {"enabled": True},
+            "service": {"type": "LoadBalancer"},
+            "extProcPort": 9002,
+        },
         "index": {"enabled": True},
         "vllm": {"enabled": True, "huggingFaceSecret": "hub", "extraArgs": ["--dtype", "half"]},
         "monitoring": {"enabled": True, "labels": {"release": "prometheus"}},
@@ -175,6 +179,23 @@ def test_every_value_is_explained_where_it_is_set() -> None:
 
     known = names(schema["properties"])
     assert shape(values, known) == known, "values.yaml and values.schema.json name other values"
+
+
+def test_the_port_for_envoys_is_open_from_the_setting_to_the_service(tmp_path: Path) -> None:
+    manifests = rendered("everything", tmp_path)
+    settings = effective(manifests, "router", tmp_path)
+    assert settings.router.ext_proc_port == 9002  # type: ignore[attr-defined]
+    (pod,) = [
+        spec for name, spec in pod_specs(manifests).items() if name.endswith("/emberkv-router")
+    ]
+    ports = {port["name"]: port["containerPort"] for port in pod["containers"][0]["ports"]}
+    assert ports["ext-proc"] == 9002
+    service = find(manifests, "Service", "emberkv-router")["spec"]["ports"]
+    (port,) = [port for port in service if port["name"] == "ext-proc"]
+    assert (port["port"], port["targetPort"]) == (9002, "ext-proc")
+    assert port["appProtocol"] == "kubernetes.io/h2c"
+    policy = find(manifests, "NetworkPolicy", "emberkv-router")["spec"]["ingress"]
+    assert {"protocol": "TCP", "port": 9002} in policy[0]["ports"]
 
 
 def test_what_kustomize_uses_is_what_the_chart_renders(tmp_path: Path) -> None:

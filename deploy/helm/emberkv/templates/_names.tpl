@@ -177,6 +177,7 @@ redis_url: {{ . | quote }}
 
 {{- define "emberkv.routerConfig" -}}
 {{- $router := dict "host" "0.0.0.0" "port" (int64 .Values.router.port) "drain_seconds" .Values.router.drainSeconds "log_format" "json" -}}
+{{- with .Values.router.extProcPort }}{{ $_ := set $router "ext_proc_port" (int64 .) }}{{ end -}}
 {{- $index := include "emberkv.indexSection" . | fromYaml -}}
 {{- toYaml (mergeOverwrite (dict "router" $router "index" $index) (deepCopy .Values.router.config)) -}}
 {{- end -}}
