@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from client_sdk import OperatorClient
 from emberkv_proto.errors import EmberError
 
 START_SECONDS = 30.0
+_NUMBERS = itertools.count()
 _PROCESS_CPU_CLOCK = 2
 """As clock_getcpuclockid(3) makes a clock's number of a process id."""
 
@@ -47,7 +49,7 @@ def running_daemon(
     settings: Mapping[str, object] | None = None,
 ) -> Iterator[Serving]:
     """Give a serving daemon, without SSD unless asked; end it and its files afterwards."""
-    pool = Path("/dev/shm") / f"emberkv-bench-{os.getpid()}"  # noqa: S108
+    pool = Path("/dev/shm") / f"emberkv-bench-{os.getpid()}-{next(_NUMBERS)}"  # noqa: S108
     with tempfile.TemporaryDirectory(prefix="emberkv-bench-") as name:
         directory = Path(name)
         socket_path = directory / "d.sock"

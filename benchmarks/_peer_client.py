@@ -6,6 +6,7 @@ same batches, the same checks.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import os
 from abc import ABC, abstractmethod
@@ -52,6 +53,18 @@ class BlockPeer(ABC):
     def get(self, batches: int) -> dict[str, Any]:
         return self._timed([lambda: self.get_batch(next(self._next_kept))] * batches)
 
+    def kept(self) -> dict[str, Any]:
+        """What another process needs to get what this one keeps."""
+        return {"keys": self._kept, "digest": hashlib.sha256(self.source.data).hexdigest()}
+
+    def adopt(self, keys: list[list[str]]) -> None:
+        """Get what another process keeps."""
+        self._next_kept = itertools.cycle(keys)
+
+    def digest(self) -> str:
+        """Of what was got last."""
+        return hashlib.sha256(self.target.data).hexdigest()
+
     def check(self) -> None:
         if not np.array_equal(self.source, self.target):
             raise AssertionError("the peer gave other bytes than it was given")
@@ -64,7 +77,7 @@ class BlockPeer(ABC):
 
     @property
     def verbs(self) -> dict[str, Callable[..., Any]]:
-        names = ("prepare", "put", "keep", "get", "check", "close")
+        names = ("prepare", "put", "keep", "kept", "adopt", "get", "digest", "check", "close")
         return {name: getattr(self, name) for name in names}
 
     @abstractmethod

@@ -29,6 +29,7 @@ KNOWN_SECTIONS = (
     "events",
     "resp",
     "transport",
+    "peers",
     "tenants",
     "index",
     "router",
