@@ -19,7 +19,7 @@ from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.unified_cache.components.base import ComponentType
 from sglang.test.kits.unified_radix_cache import fixtures, mixins
 from sglang.test.kits.unified_radix_cache.config import CacheConfig
-from sglang.test.kits.unified_radix_cache.fixtures import match_prefix
+from sglang.test.kits.unified_radix_cache.fixtures import build_fixture, match_prefix
 from sglang.test.kits.unified_radix_cache.storage import UnifiedRadixCacheStorageFixtures
 from sglang.test.test_utils import CustomTestCase
 
@@ -83,6 +83,28 @@ class Tree(UnifiedRadixCacheStorageFixtures, CustomTestCase):
         assert tokens == len(sequence)
         assert torch.equal(keys, right_keys)
         assert torch.equal(values, right_values)
+
+    def test_under_each_prefetch_policy_what_comes_is_what_was_saved(self) -> None:
+        place, sequence = self._make_storage_dir(), self._make_seq(1, 8)
+        right_keys, right_values = self._l3_produce(place, sequence, marker=MARKER)
+        for policy in ("best_effort", "timeout", "wait_complete"):
+            tree = build_fixture(self.cfg)
+            self._init_hicache(
+                tree[0],
+                storage_backend="file",
+                storage_dir=place,
+                prefetch_threshold=1,
+                prefetch_policy=policy,
+            )
+            self._consume_prefetch(tree[0], sequence, CacheRequestHandle(policy, 0))
+            if match_prefix(tree[0], sequence).host_hit_length:
+                tokens, keys, values = self._load_back(tree, sequence)
+                assert torch.equal(keys, right_keys[:tokens])
+                assert torch.equal(values, right_values[:tokens])
+            else:
+                tokens = 0  # the request did not wait
+            # A request that waits has everything, one that does not has whole pages.
+            assert tokens == len(sequence) if policy == "wait_complete" else tokens % 16 == 0
 
     def test_other_weights_find_nothing(self) -> None:
         place, sequence = self._make_storage_dir(), self._make_seq(1, 8)

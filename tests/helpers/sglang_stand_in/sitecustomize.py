@@ -2,7 +2,7 @@
 
 SGLang 0.5.23 names torchvision, torchaudio and a vLLM operator module at import, and copies pages
 between its two pools with CUDA kernels only. Here the names are empty modules, and the two copies
-are index copies of torch. Nothing else of SGLang is touched.
+are index copies of torch. Beside the memory that it keeps free, nothing else of it is touched.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ import types
 from typing import Any
 
 HOST_POOL = "sglang.srt.mem_cache.pool_host.mha"
+HOST_MEMORY = "sglang.srt.mem_cache.pool_host.base"
+KEPT_FREE_BYTES = 256 << 20
+"""Of the host's memory; SGLang keeps 10 GiB, which a test machine may not have."""
 MEDIA = frozenset({"torchvision", "torchaudio"})
 OPERATORS = "vllm._custom_ops"
 
@@ -78,6 +81,7 @@ class HostPoolCopies(importlib.abc.MetaPathFinder):
 
         def run_and_change(module: types.ModuleType) -> None:
             run(module)
+            sys.modules[HOST_MEMORY].__dict__["HICACHE_HOST_MEMORY_RESERVE_BYTES"] = KEPT_FREE_BYTES
             _change(module.MHATokenToKVPoolHost)
 
         spec.loader.exec_module = run_and_change  # type: ignore[method-assign]
