@@ -12,7 +12,7 @@ PROTOS = $(wildcard proto/emberkv_proto/v1/*.proto)
 PROTOC = $(PROTO_VENV)/bin/python -m grpc_tools.protoc -I proto
 
 .DEFAULT_GOAL := help
-.PHONY: help docs setup demo demo-vllm redis-server browser test test-fast test-vllm test-sglang test-envoy test-k8s kube-control-plane kustomize image sbom lint fmt type proto proto-check check ci crash soak index-model index-campaign transport-campaign bench clean
+.PHONY: help docs setup demo demo-vllm redis-server browser test test-fast test-vllm test-sglang test-envoy test-k8s kube-control-plane kustomize image sbom lint fmt type proto proto-check check ci crash soak router-soak index-model index-campaign transport-campaign bench clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -187,6 +187,9 @@ transport-campaign: setup ## kill and stop either side of each transport TRANSPO
 MINUTES ?= 10
 soak: setup ## hammer a daemon at 105 % of its capacity for MINUTES, every byte checked
 	$(BIN)/python -m tests.process.soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
+
+router-soak: setup ## load a router for MINUTES while engines restart and clients hang up
+	$(BIN)/python -m tests.process.router_soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
 
 bench: setup ## run the benchmarks, quick form, all of them also when a target is missed
 	@missed=; for part in $(patsubst benchmarks/%.py,%,$(filter-out benchmarks/_% benchmarks/vllm_engine.py, $(wildcard benchmarks/*.py))); do \

@@ -60,6 +60,24 @@ DYNAMO = Peer(
     "from dynamo.llm import RadixTree; RadixTree()",
     "its wheels are for x86-64 and aarch64 with glibc 2.28 or newer",
 )
+SGLANG_ROUTER = Peer(
+    "sglang-router",
+    ("sglang-router==0.3.2",),
+    "import sglang_router.launch_router",
+    "its wheels are for x86-64 and aarch64 with glibc 2.17 or newer",
+)
+VLLM_ROUTER = Peer(
+    "vllm-router",
+    ("vllm-router==0.1.17",),
+    "import vllm_router.launch_router",
+    "its wheels are for x86-64 and aarch64 with glibc 2.28 or newer",
+)
+SMG = Peer(
+    "smg",
+    ("smg==1.13.0",),
+    "import smg",
+    "its wheels are for x86-64 and aarch64 with glibc 2.17 or newer",
+)
 
 
 class PeerUnavailableError(Exception):

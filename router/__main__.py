@@ -8,6 +8,7 @@ import random
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from client_sdk.logs import LogStyle
 from client_sdk.server_main import read_command_line, run_from, stop_signal, write_endpoint
@@ -15,6 +16,9 @@ from emberkv_proto.errors import EmberError
 from router.app import Router
 from router.config import RouterSettings
 from router.index_host import hosted_index
+
+if TYPE_CHECKING:
+    from router.board import BoardMaker
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +30,8 @@ async def serve(settings: RouterSettings, load: Callable[[], RouterSettings]) ->
     """
     cfg, stop = settings.router, stop_signal()
     async with hosted_index(settings.index) as index:
-        router = Router(cfg, index.view, random.SystemRandom(), index.view.tls)
+        make_board = _compiled(settings.index.backend)
+        router = Router(cfg, index.view, random.SystemRandom(), index.view.tls, make_board)
         router.metrics.include(index.registry)
 
         def reload() -> None:
@@ -48,6 +53,20 @@ async def serve(settings: RouterSettings, load: Callable[[], RouterSettings]) ->
                 write_endpoint(cfg.endpoint_file, facts)
             print(line, flush=True)
             await stop.wait()
+
+
+def _compiled(backend: str) -> BoardMaker | None:
+    """The compiled choice, where the index is compiled too."""
+    if backend == "python":
+        return None
+    try:
+        from router.board import Board, warm_board
+
+        warm_board()
+    except (ImportError, OSError, RuntimeError) as error:
+        log.warning("numba cannot be used (%s): engines are chosen by slower python", error)
+        return None
+    return Board
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

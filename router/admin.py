@@ -13,7 +13,7 @@ from emberkv_proto.errors import AccessDeniedError, UnauthenticatedError
 from router.config import PolicyName
 from router.decision import Chooser
 from router.http_message import Request, Response, error_response, json_response
-from router.proxy import BadBodyError, parse_body
+from router.request_body import BadBodyError, parse_body
 from router.server_connection import ServerConnection
 
 audit = logging.getLogger("router.audit")

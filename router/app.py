@@ -8,6 +8,7 @@ import random
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from client_sdk.aio import TaskGroup
 from client_sdk.hint_client import HintClient
@@ -16,9 +17,10 @@ from client_sdk.tls import Tls
 from router.admin import Admin
 from router.admission import Admission, AdmissionLimits
 from router.candidates import Preferences
+from router.chains import ChainMemory
 from router.config import RouterSection
 from router.decision import Chooser, EngineLimits
-from router.discovery.static import add_static_engines
+from router.discovery.static import add_static_engines, drop_static_engines
 from router.engine_client import EngineClient
 from router.engines import Engine, EngineTable
 from router.ext_proc.addresses import Addresses
@@ -47,6 +49,9 @@ from router.ui.state import UiState
 from router.upstream_pool import UpstreamLimits, UpstreamPool
 from router.view import IndexView
 
+if TYPE_CHECKING:
+    from router.board import BoardMaker
+
 log = logging.getLogger(__name__)
 
 IDLE_CHECK_SECONDS = 1.0
@@ -61,8 +66,9 @@ class Router:
         index: IndexView,
         rng: random.Random,
         tls: Tls | None = None,
+        make_board: BoardMaker | None = None,
     ) -> None:
-        """`tls`: towards the daemons, if they want it."""
+        """`tls`: towards the daemons, if they want it. With `make_board` `cost` is compiled."""
         loop = asyncio.get_running_loop()
         self._cfg = cfg
         self._index = index
@@ -89,6 +95,7 @@ class Router:
         self.engines.on_removed.append(self._engine_removed)
         add_static_engines(self.engines, cfg.engines, loop.time())
         self.tokens = TokenCache(cfg.tokenize_cache_tokens)
+        self.chains = ChainMemory(cfg.hash_cache_blocks)
         preferences = Preferences(
             cfg.near_best_fraction, cfg.least_loaded_candidates, cfg.tie_seconds, cfg.tie_fraction
         )
@@ -103,6 +110,8 @@ class Router:
             self.speeds,
             self.metrics,
             _engine_limits(cfg),
+            self.chains,
+            make_board,
             rng=rng,
             clock=loop.time,
         )
@@ -128,14 +137,14 @@ class Router:
             self.metrics,
             loop.time,
         )
-        proxy = Proxy(
+        proxy = self._proxy = Proxy(
             chooser,
             self.admission,
             self.ledger,
             self.speeds,
             self.pool,
             self.metrics,
-            ProxyLimits(cfg.retries, cfg.retry_after_seconds),
+            ProxyLimits(cfg.retries, cfg.retry_after_seconds, cfg.retry_share),
             self.hinter,
             remote_prefill,
             self.tenants,
@@ -244,7 +253,12 @@ class Router:
     def reconfigure(self, wanted: RouterSection) -> Changes:
         """Take over what may change while serving; return that, and what waits for a restart."""
         changes = compare(self._cfg, wanted)
+        before = self._cfg.engines
         cfg = self._cfg = with_live_changes(self._cfg, wanted)
+        if "engines" in changes.live:
+            kept = {entry.url for entry in cfg.engines}
+            drop_static_engines(self.engines, [e for e in before if e.url not in kept])
+            add_static_engines(self.engines, cfg.engines, self._loop.time())
         if "policy" in changes.live:
             self._chooser.set_policy(cfg.policy)
         self._chooser.limits = _engine_limits(cfg)
@@ -268,6 +282,9 @@ class Router:
             self.addresses,
             self.ext_proc,
             self.recent,
+            self.chains,
+            self._chooser,
+            self._proxy.retry_budget,
         )
         for part in parts:
             part.check_integrity()

@@ -108,6 +108,8 @@ class RouterSection(Section):
 
     retries: Annotated[int, Field(ge=0, le=16)] = 2
     """Further engines tried when one fails before the first byte of its response."""
+    retry_share: Annotated[float, Field(ge=0, le=1)] = 0.2
+    """Of all requests, how many may be retries; a hundred may come at once."""
     connect_seconds: Seconds = 2.0
     response_seconds: Seconds = 600.0
     """From request to response head; a prefill may take long."""
@@ -133,6 +135,8 @@ class RouterSection(Section):
     """Deadline of an engine's /tokenize; after it the request goes by load."""
     tokenize_cache_tokens: Annotated[int, Field(ge=0)] = 16_000_000
     """Token ids kept (4 bytes each); what a prompt costs beside them counts too."""
+    hash_cache_blocks: Annotated[int, Field(ge=0)] = 500_000
+    """Blocks whose hashes are kept for prompts that go on from them (some 90 bytes each)."""
 
     health_interval_seconds: Seconds = 1.0
     health_timeout_seconds: Seconds = 1.0

@@ -6,24 +6,23 @@ by load alone, and is counted.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import random
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
-import numpy as np
-
-from emberkv_proto.chains import chain_hashes
-from emberkv_proto.hashing import index_keys
-from emberkv_proto.types import BlockHash, ChainHits, EngineHit, HashScheme, NamespaceId, NodeHit
+from emberkv_proto.types import BlockHash, ChainHits, EngineHit, NodeHit
 from router.candidates import Asked, Candidate, CostPolicy, Preferences, estimate_of, make_policy
+from router.chains import ChainKeys, ChainKind, ChainMemory
 from router.config import PolicyName
 from router.engines import Engine, EngineTable
 from router.load import LoadLedger
 from router.metrics import RouterMetrics
 from router.predicted import PredictedChains
+from router.request_body import RequestBody
 from router.scoring import (
     NOTHING,
     Estimate,
@@ -32,13 +31,18 @@ from router.scoring import (
     own_hit,
     queue_seconds,
 )
+from router.sessions import Session, Sessions
 from router.speeds import SpeedBook
-from router.tokenize import NoTokens, TokenIds, Tokenizer
+from router.tokenize import LARGE_BYTES, NoTokens, Prompt, Tokenizer
 from router.view import IndexView
+
+if TYPE_CHECKING:
+    from router.board import Board, BoardMaker
 
 log = logging.getLogger(__name__)
 
 AFFINITY_TOKENS = 1024
+BOARDS_KEPT = 64
 BYTES_PER_TOKEN = 4
 """Guess of a prompt's length where its tokens are unknown; only the queue estimate uses it."""
 
@@ -67,16 +71,7 @@ class EngineLimits:
     max_queued_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class ChainKind:
-    """What a chain's hashes depend on beside tokens and salt."""
-
-    namespace_id: NamespaceId
-    block_tokens: int
-    scheme: HashScheme = HashScheme.EMBER
-
-
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Chain:
     """A prompt's blocks in one namespace, and who holds them."""
 
@@ -102,12 +97,14 @@ class Plan:
     no_tokens: NoTokens | None
     chains: dict[ChainKind, Chain] = field(default_factory=dict)
     affinity: int | None = None
-    """The same for requests that begin with the same `AFFINITY_TOKENS`."""
+    """The same for requests that begin with the same `AFFINITY_TOKENS`, or of the same session."""
+    session: Session | None = None
+    """Only where tokens are not known."""
     excluded: frozenset[str] = frozenset()
     """URLs of engines that may not get it, whatever happens."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Scored:
     """An engine with what it holds and how long it would take."""
 
@@ -116,7 +113,7 @@ class Scored:
     estimate: Estimate
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Decision:
     """The chosen engine, and whether another one holds more."""
 
@@ -158,6 +155,8 @@ class Chooser:
         speeds: SpeedBook,
         metrics: RouterMetrics,
         limits: EngineLimits,
+        chains: ChainMemory,
+        make_board: BoardMaker | None,
         *,
         rng: random.Random,
         clock: Callable[[], float] = time.monotonic,
@@ -173,6 +172,9 @@ class Chooser:
         self._speeds = speeds
         self._metrics = metrics
         self.limits = limits
+        self._chains = chains
+        self._make_board = make_board
+        self._sessions = Sessions()
         self._rng = rng
         self._clock = clock
         self.on_routed: Callable[[Decision], None] = lambda _: None
@@ -182,30 +184,46 @@ class Chooser:
         """From the next choice on; what a policy kept for itself begins anew."""
         self.policy_name = name
         self._policy = make_policy(name, self._preferences)
+        self._boards: dict[str, Board] = {}
 
-    async def plan(self, body: Mapping[str, Any], body_bytes: int) -> Plan:
+    async def plan(self, body: RequestBody, body_bytes: int) -> Plan:
         """Find out what the request's blocks are and who holds them.
 
         Raises:
             NoEngineError, UnknownModelError: nobody can answer.
         """
-        model = body.get("model")
-        model = model if isinstance(model, str) else ""
+        model = body.text("model")
         engines = self._serving(model)
-        tokens = await self._tokenizer.tokens(body, self._least_busy(engines))
-        if isinstance(tokens, NoTokens):
-            self._metrics.no_tokens.labels(tokens.value).inc()
-            return Plan(model, max(1, body_bytes // BYTES_PER_TOKEN), tokens)
-        self._metrics.prompt_tokens.inc(len(tokens))
-        plan = Plan(model, len(tokens), None)
-        salt = body.get("cache_salt")
-        salt_bytes = salt.encode("utf-8", "surrogatepass") if isinstance(salt, str) else b""
-        for kind in {_kind(engine) for engine in engines}:
-            if kind is not None and len(tokens) >= kind.block_tokens:
-                chain = await self._look_up(kind, tokens, salt_bytes)
-                plan.chains[kind] = chain
+        prompt = await self._tokenizer.tokens(body, lambda: self._least_busy(engines))
+        if isinstance(prompt, NoTokens):
+            self._metrics.no_tokens.labels(prompt.value).inc()
+            return Plan(model, max(1, body_bytes // BYTES_PER_TOKEN), prompt)
+        count = len(prompt.ids)
+        self._metrics.prompt_tokens.inc(count)
+        plan = Plan(model, count, None)
+        for kind in self._engines.kinds(model):
+            if count >= kind.block_tokens:
+                keys = prompt.chains.get(kind) or await self._keys(kind, prompt, body)
+                if not keys.numbers:
+                    continue  # of an engine whose hashes we cannot make
+                plan.chains[kind] = await self._look_up(keys)
                 blocks = max(1, AFFINITY_TOKENS // kind.block_tokens)
-                plan.affinity = chain.keys[min(blocks, len(chain.keys)) - 1]
+                plan.affinity = keys.numbers[min(blocks, len(keys.numbers)) - 1]
+        return plan
+
+    def plan_unread(self, body: RequestBody, body_bytes: int, session: Session | None) -> Plan:
+        """A plan without tokens, of an endpoint whose rendering only the engine knows.
+
+        Raises:
+            NoEngineError, UnknownModelError: nobody can answer.
+        """
+        model = body.text("model")
+        self._serving(model)
+        self._metrics.no_tokens.labels(NoTokens.OTHER_BODY.value).inc()
+        plan = Plan(model, max(1, body_bytes // BYTES_PER_TOKEN), NoTokens.OTHER_BODY)
+        if session is not None:
+            plan.session = session
+            plan.affinity = int.from_bytes(session.key[:8], "little")
         return plan
 
     def choose(self, plan: Plan, excluded: Collection[str]) -> Decision:
@@ -214,22 +232,22 @@ class Chooser:
         Raises:
             NoEngineError, UnknownModelError, SaturatedError
         """
-        engines = [e for e in self._serving(plan.model) if e.url not in excluded]
-        if plan.excluded:
-            engines = [engine for engine in engines if engine.url not in plan.excluded]
+        engines = self._serving(plan.model)
+        left_out = {*plan.excluded, *excluded}
+        if left_out:
+            engines = [engine for engine in engines if engine.url not in left_out]
+        elif self._make_board is not None and self.policy_name == "cost":
+            return self._choose_compiled(plan, engines, self._make_board)
         if not engines:
             raise NoEngineError("no other engine is healthy")
         open_engines = [engine for engine in engines if self._has_room(engine)]
         if not open_engines:
-            raise SaturatedError(
-                f"all {len(engines)} engines have {self.limits.max_requests} requests in flight"
-                f" or {self.limits.max_queued_tokens} tokens to prefill"
-            )
+            raise self._saturated(engines)
         scored = [self._candidate(engine, plan) for engine in open_engines]
         picked = self._policy.pick(Asked(plan.prompt_tokens, plan.affinity), scored, self._rng)
         most = max(candidate.holding.node_tokens for candidate in scored)
         engine = next(engine for engine in open_engines if engine.url == picked.url)
-        kind = _kind(engine)
+        kind = engine.kind
         chain = plan.chains.get(kind) if kind else None
         return Decision(
             Scored(engine, picked, estimate_of(picked, plan.prompt_tokens)),
@@ -242,6 +260,59 @@ class Chooser:
             chain.hashes if chain else (),
         )
 
+    def _choose_compiled(
+        self, plan: Plan, engines: list[Engine], make_board: BoardMaker
+    ) -> Decision:
+        """As `choose` with CostPolicy does, all engines in one pass."""
+        board = self._boards.get(plan.model)
+        if board is None or board.is_stale(engines, self._ledger, self._speeds):
+            board = make_board(engines, self._ledger, self._speeds, self._preferences)
+            if len(self._boards) >= BOARDS_KEPT:
+                self._boards.clear()
+            self._boards[plan.model] = board
+        now = self._clock()
+        board.clear()
+        for kind, chain in plan.chains.items():
+            board.hold(kind, chain.keys, chain.hits, chain.engines, self._predicted, now)
+        if plan.session is not None:
+            url = self._sessions.engine_of(plan.session, now)
+            held = self._sessions.held_tokens(plan.session, url, now)
+            board.hold_tokens(url, min(held, plan.prompt_tokens))
+        limits = self.limits
+        picked = board.pick(
+            plan.prompt_tokens,
+            now,
+            self._rng.random(),
+            limits.max_requests,
+            limits.max_queued_tokens,
+        )
+        if picked is None:
+            raise self._saturated(engines)
+        engine = picked.engine
+        found = Candidate(
+            engine.url,
+            self._ledger.load(engine.url),
+            picked.holding,
+            self._speeds.of(engine.url),
+        )
+        chain_of = plan.chains.get(engine.kind) if engine.kind else None
+        return Decision(
+            Scored(engine, found, estimate_of(found, plan.prompt_tokens)),
+            chain_of.keys if chain_of else (),
+            chain_of.engines.get(engine.url) if chain_of else None,
+            picked.is_exploring,
+            plan,
+            picked.considered,
+            engine.kind if chain_of else None,
+            chain_of.hashes if chain_of else (),
+        )
+
+    def _saturated(self, engines: Sequence[Engine]) -> SaturatedError:
+        return SaturatedError(
+            f"all {len(engines)} engines have {self.limits.max_requests} requests in flight"
+            f" or {self.limits.max_queued_tokens} tokens to prefill"
+        )
+
     def choose_prefill(self, plan: Plan, decision: Decision) -> Scored | None:
         """The prefill engine with the least t(i), whose blocks the decision's engine can read.
 
@@ -250,7 +321,7 @@ class Chooser:
         candidates = [
             self._candidate(engine, plan)
             for engine in self._engines.prefilling(plan.model)
-            if engine.node_id and _kind(engine) == decision.kind and self._has_room(engine)
+            if engine.node_id and engine.kind == decision.kind and self._has_room(engine)
         ]
         if not candidates:
             return None
@@ -289,11 +360,21 @@ class Chooser:
         """The decision is being carried out: its chain will be in that engine's HBM."""
         self.on_routed(decision)
         self._policy.routed(decision.chosen.engine.url)
-        self._predicted.note(decision.chosen.engine.url, decision.keys, self._clock())
+        now = self._clock()
+        self._predicted.note(decision.chosen.engine.url, decision.keys, now)
+        plan, url = decision.plan, decision.chosen.engine.url
+        if plan.session is not None:
+            self._sessions.note(plan.session, url, plan.prompt_tokens, now)
 
     def forget_routed(self, engine: Engine) -> None:
         """The engine is gone, and its HBM with it."""
         self._predicted.forget(engine.url)
+        self._sessions.forget(engine.url)
+
+    def check_integrity(self) -> None:
+        self._sessions.check_integrity()
+        for board in self._boards.values():
+            board.check_integrity()
 
     def explain(self, plan: Plan) -> list[Scored]:
         """Every healthy engine for the plan's model with its terms, full ones included."""
@@ -319,20 +400,28 @@ class Chooser:
     def _least_busy(self, engines: Sequence[Engine]) -> Engine:
         return min(engines, key=lambda engine: self._ledger.active_requests(engine.url))
 
-    async def _look_up(self, kind: ChainKind, tokens: TokenIds, salt: bytes) -> Chain:
-        hashes = chain_hashes(kind.scheme, kind.namespace_id, tokens, kind.block_tokens, salt=salt)
-        keys = index_keys(hashes).astype(np.uint64, copy=False)
+    async def _keys(self, kind: ChainKind, prompt: Prompt, body: RequestBody) -> ChainKeys:
+        salt_bytes = body.text("cache_salt").encode("utf-8", "surrogatepass")
+        beginning = self._chains.begin(kind, prompt.ids, salt_bytes)
+        if 4 * kind.block_tokens * beginning.missing_blocks >= LARGE_BYTES:
+            rest = await asyncio.to_thread(beginning.rest)
+        else:
+            rest = beginning.rest()
+        keys = self._chains.finish(beginning, rest)
+        prompt.keep(kind, keys)
+        return keys
+
+    async def _look_up(self, keys: ChainKeys) -> Chain:
         try:
-            hits = await self._index.answer(keys)
+            hits = await self._index.answer(keys.array)
         except Exception:
             # Whatever is wrong with the index, the request can be answered without it.
-            log.exception("index query of %d keys failed", len(keys))
+            log.exception("index query of %d keys failed", len(keys.array))
             self._metrics.index_errors.inc()
             hits = ChainHits()
-        numbers: list[int] = keys.tolist()
         return Chain(
-            hashes,
-            numbers,
+            keys.hashes,
+            keys.numbers,
             {hit.node_id: hit for hit in hits.nodes},
             {hit.url.rstrip("/"): hit for hit in reversed(hits.engines)},
         )
@@ -346,8 +435,11 @@ class Chooser:
         )
 
     def _holding(self, engine: Engine, plan: Plan) -> Holding:
-        kind = _kind(engine)
+        kind = engine.kind
         chain = plan.chains.get(kind) if kind is not None else None
+        if plan.session is not None:
+            held = self._sessions.held_tokens(plan.session, engine.url, self._clock())
+            return Holding(min(held, plan.prompt_tokens))
         if kind is None or chain is None:
             return NOTHING
         return holding_from(
@@ -356,9 +448,3 @@ class Chooser:
             self._predicted.hit_blocks(engine.url, chain.keys, self._clock()),
             kind.block_tokens,
         )
-
-
-def _kind(engine: Engine) -> ChainKind | None:
-    if engine.namespace_id is None:
-        return None
-    return ChainKind(engine.namespace_id, engine.block_tokens, engine.hash_scheme)

@@ -12,10 +12,13 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from emberkv_proto.types import EngineInfo, HashScheme, NamespaceId, NodeId
+from router.chains import ChainKind
 from router.health import BreakerLimits, Health
 from router.view import FoundEngine, NodeView
 
 ANNOUNCING = frozenset({"ok", "suspect"})
+MODELS_KEPT = 256
+"""Names of models, which clients choose, for which the engines are remembered."""
 
 
 @dataclass(slots=True, eq=False)
@@ -42,6 +45,8 @@ class Engine:
     """By a daemon that is alive now, or by a pod that is there."""
     is_unready: bool = False
     """Its pod says so, or is being deleted: asked only when no other is healthy."""
+    kind: ChainKind | None = None
+    """How its prompts' blocks are hashed; None: not known."""
     model_cards: tuple[dict[str, Any], ...] = field(default=())
     """Its last /v1/models."""
 
@@ -70,6 +75,8 @@ class EngineTable:
         self._limits = limits
         self._forget_seconds = forget_seconds
         self._engines: dict[str, Engine] = {}
+        self._serving: dict[str, list[Engine]] = {}
+        self._kinds: dict[str, list[ChainKind]] = {}
         self.on_removed: list[Callable[[Engine], None]] = []
         self.refused_announcements = 0
 
@@ -94,8 +101,10 @@ class EngineTable:
             parts = urlsplit(url)
             if parts.scheme != "http" or not parts.hostname or parts.path:
                 raise ValueError(f"engine URL {url!r} must look like http://host:port")
-            engine = Engine(url, parts.hostname, parts.port or 80, Health(self._limits, now))
+            health = Health(self._limits, now, self.changed)
+            engine = Engine(url, parts.hostname, parts.port or 80, health)
             self._engines[url] = engine
+            self.changed()
         return engine
 
     def sync(
@@ -132,14 +141,45 @@ class EngineTable:
             engine.is_unready = engine.url in unready
             engine.daemon_address = addresses.get(engine.node_id, "")
         self._forget(now)
+        self.changed()
+
+    def remove(self, url: str) -> None:
+        """Forget an engine now."""
+        engine = self._engines.pop(url)
+        self.changed()
+        for callback in self.on_removed:
+            callback(engine)
+
+    def changed(self) -> None:
+        """Something that `serving` goes by is another: an engine's health, models or role."""
+        self._serving.clear()
+        self._kinds.clear()
 
     def serving(self, model: str) -> list[Engine]:
-        """Return the healthy engines that can answer for `model`: ready ones, if there are any."""
-        return self._usable(model, ("both", "decode"))
+        """Return the healthy engines that can answer for `model`: ready ones, if there are any.
+
+        The caller keeps the list unchanged.
+        """
+        known = self._serving.get(model)
+        if known is None:
+            known = self._usable(model, ("both", "decode"))
+            if len(self._serving) < MODELS_KEPT:
+                self._serving[model] = known
+        return known
 
     def prefilling(self, model: str) -> list[Engine]:
         """Return the healthy engines that only prefill, likewise."""
         return self._usable(model, ("prefill",))
+
+    def kinds(self, model: str) -> list[ChainKind]:
+        """Return how prompts' blocks are hashed by these engines."""
+        known = self._kinds.get(model)
+        if known is None:
+            found = {engine.kind for engine in self.serving(model) if engine.kind is not None}
+            known = sorted(found, key=lambda kind: (kind.namespace_id, kind.block_tokens))
+            if len(self._kinds) < MODELS_KEPT:
+                self._kinds[model] = known
+        return known
 
     @property
     def has_healthy(self) -> bool:
@@ -149,7 +189,12 @@ class EngineTable:
         for url, engine in self._engines.items():
             assert url == engine.url, f"{engine.url} is listed under {url}"
             assert engine.namespace_id is None or engine.block_tokens > 0
+            assert (engine.kind is None) == (engine.namespace_id is None)
             engine.health.check_integrity()
+        for model, known in self._serving.items():
+            fresh = [e for e in self if e.health.is_healthy and e.serves(model)]
+            fresh = [e for e in fresh if e.role != "prefill"]
+            assert known == ([e for e in fresh if not e.is_unready] or fresh), f"{model}: {known}"
 
     def _announce(self, info: EngineInfo, node_id: NodeId, now: float) -> bool:
         """Take over what an engine, or its pod, says of it; False if that is refused."""
@@ -174,9 +219,7 @@ class EngineTable:
         for engine in tuple(self._engines.values()):
             is_kept = engine.is_static or engine.is_announced or engine.health.is_healthy
             if not is_kept and now - engine.health.since > self._forget_seconds:
-                del self._engines[engine.url]
-                for callback in self.on_removed:
-                    callback(engine)
+                self.remove(engine.url)
 
 
 def _check_printable(info: EngineInfo) -> None:
@@ -194,3 +237,7 @@ def _describe(engine: Engine, info: EngineInfo, node_id: str) -> None:
         engine.namespace_id = info.namespace_id
         engine.block_tokens = info.block_tokens
         engine.hash_scheme = info.hash_scheme
+        if info.namespace_id is not None:
+            kind = ChainKind(info.namespace_id, info.block_tokens, info.hash_scheme)
+            if kind != engine.kind:
+                engine.kind = kind

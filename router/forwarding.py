@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import random
 
 from router.engines import Engine
 from router.http_message import HOP_BY_HOP, Headers, Request, connection_options
@@ -11,6 +11,7 @@ from router.upstream_head import ResponseHead
 _DROPPED_FROM_REQUEST = HOP_BY_HOP | {b"host", b"content-length", b"expect", b"x-request-id"}
 _DROPPED_FROM_RESPONSE = HOP_BY_HOP | {b"x-emberkv-engine", b"x-emberkv-hit-tokens"}
 MAX_REQUEST_ID_BYTES = 256
+_numbers = random.Random()  # noqa: S311 - seeded by the system; ids only have to differ
 
 
 def request_id(request: Request) -> bytes:
@@ -18,19 +19,20 @@ def request_id(request: Request) -> bytes:
     given = request.header(b"x-request-id")
     if given and len(given) <= MAX_REQUEST_ID_BYTES:
         return given
-    return os.urandom(16).hex().encode()
+    return b"%032x" % _numbers.getrandbits(128)
 
 
 def upstream_request(request: Request, engine: Engine, identity: bytes) -> bytes:
     """The request as it goes to the engine: same method, target, headers and body."""
-    dropped = _DROPPED_FROM_REQUEST | connection_options(request.headers)
+    dropped = _DROPPED_FROM_REQUEST
+    options = connection_options(request.headers)
+    if options:
+        dropped = dropped | options
     parts = [
         b"%s %s HTTP/1.1\r\nhost: %s:%d\r\n"
         % (request.method.encode(), request.target, engine.host.encode(), engine.port)
     ]
-    parts += [
-        b"%s: %s\r\n" % (name, value) for name, value in request.headers if name not in dropped
-    ]
+    parts += [b"%s: %s\r\n" % item for item in request.headers if item[0] not in dropped]
     parts.append(b"x-request-id: %s\r\ncontent-length: %d\r\n\r\n" % (identity, len(request.body)))
     parts.append(request.body)
     return b"".join(parts)
@@ -42,15 +44,12 @@ def client_head(head: ResponseHead, added: Headers, *, framing: bytes, keep_aliv
     `framing` is a header line of our own (chunked), or empty where the engine's content-length or
     the connection's end delimits the body.
     """
-    dropped = _DROPPED_FROM_RESPONSE | connection_options(head.headers)
+    dropped = _DROPPED_FROM_RESPONSE | head.options if head.options else _DROPPED_FROM_RESPONSE
     parts = [b"HTTP/1.1 %d %s\r\n" % (head.status, head.reason)]
-    names = set()
     for name, value in head.headers:
-        lower = name.lower()
-        names.add(lower)
-        if lower not in dropped:
+        if name.lower() not in dropped:
             parts.append(b"%s: %s\r\n" % (name, value))
-    parts += [b"%s: %s\r\n" % (name, value) for name, value in added if name not in names]
+    parts += [b"%s: %s\r\n" % item for item in added if item[0] not in head.fields]
     parts.append(framing)
     parts.append(b"connection: keep-alive\r\n\r\n" if keep_alive else b"connection: close\r\n\r\n")
     return b"".join(parts)

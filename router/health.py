@@ -8,6 +8,7 @@ probe only the probe's: an engine whose /health is fine while its completions fa
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -29,8 +30,11 @@ class BreakerLimits:
 class Health:
     """State of one engine. Times are monotonic seconds, passed in."""
 
-    def __init__(self, limits: BreakerLimits, now: float) -> None:
+    def __init__(
+        self, limits: BreakerLimits, now: float, changed: Callable[[], None] | None = None
+    ) -> None:
         self._limits = limits
+        self._changed = changed
         self.state = HealthState.UNKNOWN
         self.since = now
         """When the state was entered."""
@@ -90,3 +94,5 @@ class Health:
     def _enter(self, state: HealthState, now: float) -> None:
         self.state = state
         self.since = now
+        if self._changed is not None:
+            self._changed()

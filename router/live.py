@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from router.config import RouterSection
 
 LIVE: Mapping[str, str] = {
+    "engines": "new ones once they are healthy; none goes to those left out, whose requests end",
     "policy": "for the next request",
     "max_inflight_per_engine": "for the next request",
     "max_queued_tokens_per_engine": "for the next request",

@@ -7,13 +7,19 @@ released exactly once, by leaving the `with` block by whatever door.
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Callable
 from types import TracebackType
+
+import numpy as np
+import numpy.typing as npt
 
 from emberkv_proto.errors import IntegrityError
 from router.scoring import Load
 
 SHORTEST_SECONDS = 0.001
+COLUMNS = 6
+FIRST_ROWS = 64
 NEWEST_SHARE = 0.1
 """Weight of the newest request in an engine's mean time."""
 
@@ -48,6 +54,7 @@ class Charge:
             if self is next(iter(self._entry.waiting)):
                 self._entry.busy_since = self._ledger.now()
             del self._entry.waiting[self]
+            self._ledger.show(self._entry)
             self._ledger.freed()
 
     def finished(self) -> None:
@@ -64,6 +71,7 @@ class Charge:
             raise IntegrityError(f"charge on {self._url} released twice")
         self.prefilled()
         self._entry.charges.remove(self)
+        self._ledger.show(self._entry)
         self._entry = None
         self._ledger.prune(self._url)
         self._ledger.freed()
@@ -89,9 +97,10 @@ class Charge:
 
 
 class _Entry:
-    __slots__ = ("busy_since", "charges", "queued_pairs", "queued_tokens", "waiting")
+    __slots__ = ("busy_since", "charges", "queued_pairs", "queued_tokens", "slot", "waiting")
 
-    def __init__(self) -> None:
+    def __init__(self, slot: int) -> None:
+        self.slot = slot
         self.charges: set[Charge] = set()
         self.waiting: dict[Charge, None] = {}
         """Those with tokens to prefill, oldest first."""
@@ -107,6 +116,10 @@ class LoadLedger:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._entries: dict[str, _Entry] = {}
+        self._slots: dict[str, int] = {}
+        self._free_slots: list[int] = []
+        self._numbers = array("d")
+        self._make_rows(FIRST_ROWS)
         self._mean_seconds: dict[str, float] = {}
         """Of a finished request's whole time, recent ones counting most."""
         self.on_freed: Callable[[], None] | None = None
@@ -114,7 +127,9 @@ class LoadLedger:
 
     def charge(self, url: str, prefill_tokens: int, attention_pairs: int = 0) -> Charge:
         """Add a request that will compute `prefill_tokens` on the engine at `url`."""
-        entry = self._entries.setdefault(url, _Entry())
+        entry = self._entries.get(url)
+        if entry is None:
+            entry = self._entries[url] = _Entry(self.slot(url))
         tokens, pairs = max(0, prefill_tokens), max(0, attention_pairs)
         charge = Charge(self, url, entry, tokens, pairs, self._clock())
         entry.charges.add(charge)
@@ -124,7 +139,38 @@ class LoadLedger:
             entry.waiting[charge] = None
         entry.queued_tokens += tokens
         entry.queued_pairs += pairs
+        self.show(entry)
         return charge
+
+    def slot(self, url: str) -> int:
+        """The engine's row of `rows`; its own until it is forgotten."""
+        slot = self._slots.get(url)
+        if slot is None:
+            if not self._free_slots:
+                self._make_rows(2 * len(self.rows))
+            slot = self._slots[url] = self._free_slots.pop()
+        return slot
+
+    def show(self, entry: _Entry) -> None:
+        """Bring an engine's row up to date. Columns as in choice_kernel.py."""
+        at, numbers = entry.slot * COLUMNS, self._numbers
+        numbers[at] = len(entry.charges)
+        numbers[at + 1] = entry.queued_tokens
+        if entry.waiting:
+            first = next(iter(entry.waiting))
+            numbers[at + 2] = entry.queued_pairs
+            numbers[at + 3] = first.queued_tokens
+            numbers[at + 4] = first.queued_pairs
+            numbers[at + 5] = entry.busy_since
+
+    def _make_rows(self, count: int) -> None:
+        """Room for so many engines. `rows` is another array then."""
+        old = self._numbers
+        self._numbers = array("d", bytes(8 * COLUMNS * count))
+        self._numbers[: len(old)] = old
+        self.rows: npt.NDArray[np.float64] = np.frombuffer(self._numbers).reshape(-1, COLUMNS)
+        """Each engine's load as `load` says it, for whoever looks at many at once."""
+        self._free_slots = [*range(count - 1, len(old) // COLUMNS - 1, -1)]
 
     def load(self, url: str) -> Load:
         entry = self._entries.get(url)
@@ -172,6 +218,8 @@ class LoadLedger:
     def forget(self, url: str) -> None:
         """The engine is gone for good."""
         self._mean_seconds.pop(url, None)
+        if url not in self._entries and url in self._slots:
+            self._free_slots.append(self._slots.pop(url))
 
     def freed(self) -> None:
         if self.on_freed is not None:
@@ -192,4 +240,10 @@ class LoadLedger:
             assert waiting == entry.waiting.keys(), f"{url}: {len(entry.waiting)} wait"
             pairs = sum(charge.queued_pairs for charge in entry.charges)
             assert entry.queued_pairs == pairs, f"{url}: {entry.queued_pairs} != {pairs}"
+            row = self.rows[self._slots[url]].tolist()
+            assert row[:2] == [len(entry.charges), entry.queued_tokens], f"{url}: {row}"
+        slots = [*self._slots.values(), *self._free_slots]
+        assert sorted(slots) == [*range(len(self.rows))], "a row of two engines, or of none"
+        for url, slot in self._slots.items():
+            assert url in self._entries or not self.rows[slot, :2].any(), f"{url} left a load"
         assert all(mean >= SHORTEST_SECONDS for mean in self._mean_seconds.values())

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from router.counts import Counter, Histogram, LabelledCounter, LabelledHistogram
 from router.engines import EngineTable
 from router.load import LoadLedger
 from router.scoring import queue_seconds
@@ -28,25 +29,28 @@ class RouterMetrics:
         self.registry = CollectorRegistry()
         self._included: list[CollectorRegistry] = []
 
-        def counter(name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
-            return Counter(PREFIX + name, text, labels, registry=self.registry)
+        def counter(name: str, text: str) -> Counter:
+            return Counter(PREFIX + name, text, self.registry)
+
+        def labelled(name: str, text: str, labels: tuple[str, ...]) -> LabelledCounter:
+            return LabelledCounter(PREFIX + name, text, labels, self.registry)
 
         def histogram(name: str, text: str) -> Histogram:
-            return Histogram(PREFIX + name, text, buckets=_WAIT_BUCKETS, registry=self.registry)
+            return Histogram(PREFIX + name, text, _WAIT_BUCKETS, self.registry)
 
-        self.requests = counter(
+        self.requests = labelled(
             "requests",
             "Answers, by engine (empty: none) and status",
             ("engine", "status"),
         )
         self.prompt_tokens = counter("prompt_tokens", "Tokens of routed prompts, where known")
-        self.predicted_tokens = counter(
+        self.predicted_tokens = labelled(
             "predicted_hit_tokens", "Tokens the chosen engine should not compute", ("source",)
         )
         self.told_hbm_tokens = counter(
             "told_hbm_tokens", "Tokens in the chosen engine's HBM, as its own events say"
         )
-        self.delivered_tokens = counter(
+        self.delivered_tokens = labelled(
             "delivered_hit_tokens",
             "Tokens engines said they did not compute (source all: the whole, whatever the source)",
             ("source",),
@@ -61,35 +65,38 @@ class RouterMetrics:
         self.decision_seconds = Histogram(
             PREFIX + "decision_seconds",
             "From a whole request to a chosen engine, tokenization included",
-            buckets=_DECISION_BUCKETS,
-            registry=self.registry,
+            _DECISION_BUCKETS,
+            self.registry,
         )
-        self.no_tokens = counter("no_token_requests", "Requests routed by load alone", ("why",))
-        self.retries = counter("retries", "Requests sent on to another engine", ("why",))
+        self.no_tokens = labelled("no_token_requests", "Requests routed by load alone", ("why",))
+        self.retries = labelled("retries", "Requests sent on to another engine", ("why",))
+        self.retries_denied = counter(
+            "retries_denied", "Failures told to clients because too many retries were made"
+        )
         self.aborts = counter("aborts", "Requests whose client went away")
-        self.upstream_errors = counter("upstream_errors", "Engine failures", ("engine", "kind"))
-        self.refused = counter("refused_requests", "Requests that no engine got", ("why",))
+        self.upstream_errors = labelled("upstream_errors", "Engine failures", ("engine", "kind"))
+        self.refused = labelled("refused_requests", "Requests that no engine got", ("why",))
         self.waited_seconds = Histogram(
             PREFIX + "waited_seconds",
             "Time in line of requests that found every engine full, however it ended",
-            buckets=_WAIT_BUCKETS,
-            registry=self.registry,
+            _WAIT_BUCKETS,
+            self.registry,
         )
-        self.hints = counter(
+        self.hints = labelled(
             "hints", "Chains that daemons were asked to bring, by what became of it", ("outcome",)
         )
-        self.splits = counter(
+        self.splits = labelled(
             "splits",
             "Requests to decode engines, by where they are prefilled (short, slow and no_engine:"
             " there)",
             ("decided",),
         )
-        self.remote_prefills = counter(
+        self.remote_prefills = labelled(
             "remote_prefills",
             "Prefills elsewhere (cut: the blocks could not reach the decode engine's node)",
             ("outcome",),
         )
-        self.handover_blocks = counter(
+        self.handover_blocks = labelled(
             "handover_blocks",
             "Blocks at the decode node when the prefill was over, and after waiting for the rest",
             ("when",),
@@ -100,16 +107,16 @@ class RouterMetrics:
         self.handover_seconds = histogram(
             "handover_seconds", "From the end of a prefill until its last block is there"
         )
-        self.first_byte_seconds = Histogram(
+        self.first_byte_seconds = LabelledHistogram(
             PREFIX + "first_byte_seconds",
             "From the first choice of an engine to the first byte of the answer's body",
             ("prefill",),
-            buckets=_WAIT_BUCKETS,
-            registry=self.registry,
+            _WAIT_BUCKETS,
+            self.registry,
         )
         self.explored = counter("explored", "Requests sent elsewhere than to the longest hit")
         self.index_errors = counter("index_errors", "Index queries that failed")
-        self.ext_proc_errors = counter(
+        self.ext_proc_errors = labelled(
             "ext_proc_errors", "Streams of Envoys that ended by a fault, by kind", ("kind",)
         )
         self.models_unread = counter("models_unread", "Engines whose /v1/models could not be read")

@@ -5,66 +5,106 @@ Without it the siblings of a burst, milliseconds apart, would each find an empty
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class PredictedHit(NamedTuple):
+    """How many leading blocks of a chain are predicted on an engine."""
+
+    url: str
+    blocks: int
+
+
+class _Generation:
+    """Expiries of keys by engine, of all notes that began within one time to live."""
+
+    __slots__ = ("began", "expiry")
+
+    def __init__(self, began: float) -> None:
+        self.began = began
+        self.expiry: dict[str, dict[int, float]] = {}
 
 
 class PredictedChains:
-    """Index keys per engine with an expiry. Time is passed in, monotonic seconds."""
+    """Index keys per engine with an expiry. Time is passed in, monotonic seconds.
+
+    What is over is not taken out key by key: notes go to the younger of two generations, and the
+    older one is dropped as a whole once all in it is over.
+    """
 
     def __init__(self, ttl_seconds: float) -> None:
         self._ttl_seconds = ttl_seconds
-        self._expiry: dict[str, dict[int, float]] = {}
-        self._notes: deque[tuple[float, str, Sequence[int]]] = deque()
+        self._old = _Generation(0.0)
+        self._young = _Generation(0.0)
 
     def note(self, url: str, keys: Sequence[int], now: float) -> None:
-        """The chain `keys` was sent to the engine at `url`. O(len(keys))."""
+        """The chain `keys` was sent to the engine at `url`. O(len(keys)), at C speed."""
         self.expire(now)
         if not keys:
             return
         expires_at = now + self._ttl_seconds
-        self._expiry.setdefault(url, {}).update(dict.fromkeys(keys, expires_at))
-        self._notes.append((expires_at, url, keys))
+        self._young.expiry.setdefault(url, {}).update(dict.fromkeys(keys, expires_at))
 
     def hit_blocks(self, url: str, keys: Sequence[int], now: float) -> int:
         """Return how many leading blocks of `keys` are predicted. O(log len(keys)).
 
-        Each note sets a whole prefix, so what is alive of a chain is a prefix of it and the end can
-        be found by bisection.
+        Each note sets a whole prefix, so what is alive of a chain in a generation is a prefix of it
+        and the end can be found by bisection.
         """
-        alive = self._expiry.get(url)
-        if not alive:
-            return 0
-        low, high = 0, len(keys)
-        while low < high:
-            middle = (low + high) // 2
-            if alive.get(keys[middle], now) > now:
-                low = middle + 1
-            else:
-                high = middle
-        return low
+        return max(
+            _alive_blocks(generation.expiry.get(url), keys, now)
+            for generation in (self._young, self._old)
+        )
+
+    def hits(self, keys: Sequence[int], now: float) -> list[PredictedHit]:
+        """`hit_blocks` of every engine that has any."""
+        found: dict[str, int] = {}
+        if not keys:
+            return []
+        first, last, total, guess = keys[0], keys[-1], len(keys), 0
+        for generation in (self._young, self._old):
+            for url, alive in generation.expiry.items():
+                if alive.get(last, now) > now:
+                    found[url] = total
+                elif alive.get(first, now) > now and found.get(url) != total:
+                    # Most engines part from a chain where others do: at its shared beginning.
+                    if not (
+                        0 < guess < total
+                        and alive.get(keys[guess - 1], now) > now
+                        and alive.get(keys[guess], now) <= now
+                    ):
+                        guess = _alive_blocks(alive, keys, now)
+                    found[url] = max(guess, found.get(url, 0))
+        return [PredictedHit(*item) for item in found.items()]
 
     def forget(self, url: str) -> None:
         """The engine died or was restarted: nothing is there any more."""
-        self._expiry.pop(url, None)
+        self._young.expiry.pop(url, None)
+        self._old.expiry.pop(url, None)
 
     def expire(self, now: float) -> None:
-        """Drop what is over. Amortised O(1) per key noted."""
-        while self._notes and self._notes[0][0] <= now:
-            _, url, keys = self._notes.popleft()
-            alive = self._expiry.get(url)
-            if alive is None:
-                continue
-            for key in keys:
-                if alive.get(key, now + 1) <= now:
-                    del alive[key]
-            if not alive:
-                del self._expiry[url]
+        """Drop what is over, once in a time to live."""
+        if now - self._young.began >= self._ttl_seconds:
+            self._old = self._young
+            self._young = _Generation(now)
+            if now - self._old.began >= 2 * self._ttl_seconds:
+                self._old = _Generation(now)
 
     def check_integrity(self) -> None:
-        noted = {(url, key) for _, url, keys in self._notes for key in keys}
-        held = {(url, key) for url, alive in self._expiry.items() for key in alive}
-        assert held <= noted, "a predicted block that no note will expire"
-        assert all(self._expiry.values()), "an engine listed without predicted blocks"
-        expiries = [expires_at for expires_at, _, _ in self._notes]
-        assert expiries == sorted(expiries), "notes out of order"
+        assert self._old.began <= self._young.began, "generations out of order"
+        for generation in (self._old, self._young):
+            assert all(generation.expiry.values()), "an engine listed without predicted blocks"
+
+
+def _alive_blocks(alive: dict[int, float] | None, keys: Sequence[int], now: float) -> int:
+    if not alive:
+        return 0
+    low, high = 0, len(keys)
+    while low < high:
+        middle = (low + high) // 2
+        if alive.get(keys[middle], now) > now:
+            low = middle + 1
+        else:
+            high = middle
+    return low

@@ -105,6 +105,7 @@ class Prober:
             self._metrics.models_unread.inc()
         else:
             engine.model_cards = cards
+            self._engines.changed()
 
 
 def _cards(body: bytes) -> tuple[dict[str, Any], ...] | None:

@@ -8,16 +8,13 @@ the charge on the way out.
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
-
-from prometheus_client import Histogram
 
 from router import usage
 from router.admission import Admission
 from router.chunked import UntilCloseBody
+from router.counts import Distribution
 from router.decision import (
     Chooser,
     Decision,
@@ -33,10 +30,13 @@ from router.hit_counts import count_hits
 from router.http_message import Request, Response, error_response
 from router.load import Charge, LoadLedger
 from router.metrics import RouterMetrics
-from router.relay import Relay
+from router.relay import EventMeter, Relay
 from router.remote_prefill import RemotePrefill
+from router.request_body import BadBodyError, RequestBody, parse_body
+from router.retry_budget import RetryBudget
 from router.scoring import attention_pairs
 from router.server_connection import ServerConnection
+from router.sessions import session_of
 from router.speeds import SpeedBook
 from router.stretches import Watched, Worked
 from router.tenants import TenantRefusedError, Tenants, Visit
@@ -50,25 +50,12 @@ from router.upstream_head import (
 from router.upstream_pool import Exchange, UpstreamPool
 from router.waiting import BadPriorityError, read_priority
 
+RETRY_BURST = 100
+"""Retries that may be made at once, however few requests came before."""
 RETRIED_STATUSES = frozenset({502, 503, 504})
 MOST_UNEXPLAINED_TOKENS = 64
 """How far a hit may be from the predicted one to be taken for it: engines count in whole blocks."""
 PRIORITY_HEADER = b"x-emberkv-priority"
-
-
-class BadBodyError(Exception):
-    """The request's body is not a JSON object."""
-
-
-def parse_body(raw: bytes) -> dict[str, Any]:
-    """Raises BadBodyError, with a text for the client."""
-    try:
-        body = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise BadBodyError(f"the body is not JSON: {error}") from None
-    if not isinstance(body, dict):
-        raise BadBodyError("the body must be a JSON object")
-    return body
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +64,19 @@ class ProxyLimits:
 
     retries: int
     retry_after_seconds: int
+    retry_share: float = 0.2
+    """Of all requests, how many may be retries."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """What to tell the client if no other engine can answer; `why`: label of a counter."""
+
+    response: Response
+    why: str
+
+
+@dataclass(slots=True, eq=False)
 class _Attempt:
     """One try of one request."""
 
@@ -92,7 +89,7 @@ class _Attempt:
     """Engines asked so far, this one included."""
     visit: Visit | None
     began: float
-    first_byte: Histogram
+    first_byte: Distribution
 
     @property
     def engine(self) -> Engine:
@@ -149,12 +146,17 @@ class Proxy:
         self._pool = pool
         self._metrics = metrics
         self._retries = limits.retries
+        self.retry_budget = RetryBudget(limits.retry_share, RETRY_BURST)
         self._retry_after = ((b"retry-after", b"%d" % limits.retry_after_seconds),)
         self._loop = asyncio.get_running_loop()
 
     async def complete(self, request: Request, client: ServerConnection) -> None:
         """Answer a completion: choose an engine and forward."""
         await self._answering(client, self._complete(request, client))
+
+    async def complete_unread(self, request: Request, client: ServerConnection) -> None:
+        """The same for an endpoint whose prompt is not read: by load, and soft by session."""
+        await self._answering(client, self._complete_unread(request, client))
 
     async def pass_on(self, request: Request, client: ServerConnection) -> None:
         """Forward a request that computes nothing to any engine of its model."""
@@ -184,24 +186,41 @@ class Proxy:
     async def _complete(self, request: Request, client: ServerConnection) -> None:
         body = parse_body(request.body)
         if self._tenants is None:
-            await self._serve(request, body, client, None)
+            await self._serve(request, body, client, None, self._plan_read)
             return
         with self._tenants.visit(request.tenant) as visit:
-            await self._serve(self._tenants.sealed(request, body), body, client, visit)
+            sealed = self._tenants.sealed(request, body)
+            await self._serve(sealed, body, client, visit, self._plan_read)
+
+    async def _complete_unread(self, request: Request, client: ServerConnection) -> None:
+        body = parse_body(request.body)
+        if self._tenants is None:
+            await self._serve(request, body, client, None, self._plan_unread)
+            return
+        with self._tenants.visit(request.tenant) as visit:
+            sealed = self._tenants.sealed(request, body)
+            await self._serve(sealed, body, client, visit, self._plan_unread)
+
+    async def _plan_read(self, request: Request, body: RequestBody) -> Plan:
+        return await self._chooser.plan(body, len(request.body))
+
+    async def _plan_unread(self, request: Request, body: RequestBody) -> Plan:
+        return self._chooser.plan_unread(body, len(request.body), session_of(request, body))
 
     async def _serve(
         self,
         request: Request,
-        body: dict[str, Any],
+        body: RequestBody,
         client: ServerConnection,
         visit: Visit | None,
+        make_plan: Callable[[Request, RequestBody], Awaitable[Plan]],
     ) -> None:
         began = self._loop.time()
         priority = read_priority(request.header(PRIORITY_HEADER), body.get("priority"))
         if visit is not None:
-            visit.check_model(str(body.get("model", "")))
+            visit.check_model(body.text("model"))
             priority = visit.allowed(priority)
-        plan = await self._chooser.plan(body, len(request.body))
+        plan = await make_plan(request, body)
         if visit is not None:
             visit.spend_prompt(plan.prompt_tokens)
         try:
@@ -224,14 +243,13 @@ class Proxy:
             await self._pass_body_on(request, body, client)
             return
         with self._tenants.visit(request.tenant) as visit:
-            visit.check_model(str(body.get("model", "")))
+            visit.check_model(body.text("model"))
             await self._pass_body_on(request, body, client)
 
     async def _pass_body_on(
-        self, request: Request, body: dict[str, Any], client: ServerConnection
+        self, request: Request, body: RequestBody, client: ServerConnection
     ) -> None:
-        model = body.get("model")
-        plan = Plan(model if isinstance(model, str) else "", 1, None)
+        plan = Plan(body.text("model"), 1, None)
         try:
             decision = self._chooser.choose(plan, ())
         except SaturatedError as error:
@@ -248,6 +266,7 @@ class Proxy:
         visit: Visit | None,
     ) -> None:
         identity, began = request_id(request), self._loop.time()
+        self.retry_budget.requested()
         tried: frozenset[str] = frozenset()
         handover = self._remote_prefill.planned(plan, decision)
         if handover is not None:
@@ -263,8 +282,13 @@ class Proxy:
             if failure is None:
                 return
             if not self._may_retry(attempt):
-                self._refuse(client, failure)
+                self._refuse(client, failure.response)
                 return
+            if not self.retry_budget.take():
+                self._metrics.retries_denied.inc()
+                self._refuse(client, failure.response)
+                return
+            self._metrics.retries.labels(failure.why).inc()
             decision = self._chooser.choose(plan, tried)
 
     def _may_retry(self, attempt: _Attempt) -> bool:
@@ -272,7 +296,7 @@ class Proxy:
             attempt.plan, attempt.tried
         )
 
-    async def _try(self, attempt: _Attempt) -> Response | None:
+    async def _try(self, attempt: _Attempt) -> _Failure | None:
         """Return None when the client was answered, else what to tell it if no other engine can."""
         engine = attempt.engine
         uncached = attempt.decision.chosen.estimate.uncached_tokens
@@ -293,17 +317,16 @@ class Proxy:
                 return None
             except UpstreamError as error:
                 self._engine_failed(engine, error)
-                if self._may_retry(attempt):
-                    self._metrics.retries.labels(type(error).__name__).inc()
-                return error_response(502, f"engine {engine.name}: {error}")
+                text = f"engine {engine.name}: {error}"
+                return _Failure(error_response(502, text), type(error).__name__)
             status = exchange.head.status
             if status in RETRIED_STATUSES:
                 engine.health.request_failed(self._loop.time())
                 self._metrics.upstream_errors.labels(engine.name, str(status)).inc()
                 if self._may_retry(attempt):
                     exchange.connection.abort()
-                    self._metrics.retries.labels(str(status)).inc()
-                    return error_response(status, f"engine {engine.name} answered {status}")
+                    text = f"engine {engine.name} answered {status}"
+                    return _Failure(error_response(status, text), str(status))
             else:
                 engine.health.request_succeeded()
             await self._relay(attempt, exchange, charge, watched)
@@ -323,22 +346,29 @@ class Proxy:
             (b"x-request-id", attempt.request_id),
         ]
         framing = b"transfer-encoding: chunked\r\n" if head.is_chunked and is_http_11 else b""
-        write = client.start(
-            client_head(head, added, framing=framing, keep_alive=keep_alive), keep_alive
-        )
+        preface = client_head(head, added, framing=framing, keep_alive=keep_alive)
+        write = client.start(keep_alive)
+        meter = EventMeter(write)
+        if attempt.visit is not None:
+            write = meter.write
+        if not exchange.connection.has_early_bytes:
+            write(preface)
+            preface = b""
 
         def begun() -> None:
             charge.prefilled()
             watched.answered()
             attempt.first_byte.observe(self._loop.time() - attempt.began)
 
-        relay = Relay(head, body, write, begun)
+        relay = Relay(head, body, write, begun, preface)
         client.attach(exchange.connection)
         self._metrics.requests.labels(attempt.engine.name, head.status).inc()
         try:
             await exchange.connection.relay(head, body, relay.piece)
+            relay.flush()
         except DiedError as error:
             self._engine_failed(attempt.engine, error)
+            relay.flush()
             message = f"engine {attempt.engine.name} ended in the middle of its answer"
             if isinstance(error, GarbledError) or not relay.end_broken(message):
                 client.abort()
@@ -346,12 +376,13 @@ class Proxy:
             return
         finally:
             client.detach()
+            if attempt.visit is not None and head.status == 200:
+                # Also of an answer that was cut: else whoever hangs up in time pays nothing.
+                attempt.visit.spend_answer(relay.answered_tokens() or meter.tokens)
         charge.finished()
         if head.status == 200:
             delivered = relay.delivered()
             count_hits(self._metrics, attempt.decision, delivered)
-            if attempt.visit is not None:
-                attempt.visit.spend_answer(relay.answered_tokens())
             worked = work_until_first_byte(attempt.decision, delivered, relay.is_stream)
             if worked is not None:
                 watched.told(worked)

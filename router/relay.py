@@ -27,11 +27,13 @@ class Relay:
         body: Body,
         write: Callable[[bytes], None],
         begun: Callable[[], None],
+        preface: bytes = b"",
     ) -> None:
-        self._head = head
+        """`preface`: the head as it goes to the client, if it is to be written with the body."""
         self._body = body
         self._write = write
         self._begun = begun
+        self._preface = preface
         content_type = (head.header(b"content-type") or b"").lower()
         self.is_stream = content_type.startswith(b"text/event-stream")
         is_plain = head.header(b"content-encoding") is None
@@ -48,15 +50,24 @@ class Relay:
 
     def piece(self, data: bytes) -> None:
         """Pass on the next bytes of the body."""
-        self._write(data)
-        if not self._has_begun:
+        if self._has_begun:
+            self._write(data)
+        else:
             self._has_begun = True
+            self._write(self._preface + data)
+            self._preface = b""
             self._begun()
         self._kept.append(data)
         if not self.is_stream:
             self._kept_bytes += len(data)
             if self._kept_bytes > usage.MAX_PARSED_BYTES:
                 self._kept = deque(maxlen=0)
+
+    def flush(self) -> None:
+        """Write what waited for a body that did not come."""
+        if self._preface:
+            self._write(self._preface)
+            self._preface = b""
 
     def delivered(self) -> usage.Delivered | None:
         """What the engine said it had cached, once the body is complete."""
@@ -93,3 +104,20 @@ class Relay:
             self._write(event)
             return True
         return False  # a content-length cannot be kept
+
+
+class EventMeter:
+    """Counts the events of a stream as they are written: about a token each."""
+
+    def __init__(self, write: Callable[[bytes], None]) -> None:
+        self._write = write
+        self._events = 0
+
+    def write(self, data: bytes) -> None:
+        self._events += data.count(b"data:")
+        self._write(data)
+
+    @property
+    def tokens(self) -> int:
+        """What to count where the engine told no usage; the last event is no token."""
+        return max(0, self._events - 1)

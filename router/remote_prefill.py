@@ -19,7 +19,8 @@ from client_sdk.hint_client import HintedSource
 from emberkv_proto.types import NodeId
 from router import usage
 from router.candidates import estimate_of
-from router.decision import ChainKind, Chooser, Decision, Plan, Scored
+from router.chains import ChainKind
+from router.decision import Chooser, Decision, Plan, Scored
 from router.engine_client import EngineClient
 from router.engines import Engine
 from router.forwarding import upstream_request

@@ -14,7 +14,8 @@ from router.explain import explain, worker
 from router.http_message import Request, Response, error_response, json_response
 from router.load import LoadLedger
 from router.metrics import RouterMetrics
-from router.proxy import BadBodyError, Proxy, parse_body
+from router.proxy import Proxy
+from router.request_body import BadBodyError, RequestBody, parse_body
 from router.server_connection import ServerConnection
 from router.speeds import SpeedBook
 from router.tenants import TenantRefusedError, Tenants
@@ -23,6 +24,12 @@ KEYED_PATHS = frozenset(
     {
         "/v1/completions",
         "/v1/chat/completions",
+        "/v1/responses",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
+        "/v1/embeddings",
+        "/v1/rerank",
+        "/v1/score",
         "/v1/models",
         "/tokenize",
         "/detokenize",
@@ -59,6 +66,12 @@ class Routes:
         self._table: dict[str, Mapping[str, Route]] = {
             "/v1/completions": {"POST": proxy.complete},
             "/v1/chat/completions": {"POST": proxy.complete},
+            "/v1/responses": {"POST": proxy.complete_unread},
+            "/v1/messages": {"POST": proxy.complete_unread},
+            "/v1/embeddings": {"POST": proxy.complete_unread},
+            "/v1/rerank": {"POST": proxy.complete_unread},
+            "/v1/score": {"POST": proxy.complete_unread},
+            "/v1/messages/count_tokens": {"POST": proxy.pass_on},
             "/tokenize": {"POST": proxy.pass_on},
             "/detokenize": {"POST": proxy.pass_on},
             "/v1/models": {"GET": _own(self._models)},
@@ -76,9 +89,10 @@ class Routes:
         if methods is None:
             client.respond(error_response(404, f"no such path: {request.path}"))
             return
-        route = methods.get(request.method)
+        # A HEAD is answered as a GET would be; the connection leaves the body out.
+        route = methods.get("GET" if request.method == "HEAD" else request.method)
         if route is None:
-            allowed = ", ".join(methods)
+            allowed = ", ".join([*methods, "HEAD"] if "GET" in methods else methods)
             client.respond(
                 error_response(
                     405,
@@ -125,12 +139,12 @@ class Routes:
             problem, scored = str(error), self._chooser.explain(plan)
         client.respond(json_response(explain(plan, decision, problem, scored, self._speeds)))
 
-    async def _plan(self, request: Request, body: dict[str, Any]) -> Plan:
+    async def _plan(self, request: Request, body: RequestBody) -> Plan:
         """An engine may have to make the tokens, so it counts as a request of the tenant's."""
         if self._tenants is None:
             return await self._chooser.plan(body, len(request.body))
         with self._tenants.visit(request.tenant) as visit:
-            visit.check_model(str(body.get("model", "")))
+            visit.check_model(body.text("model"))
             request = self._tenants.sealed(request, body)
             return await self._chooser.plan(body, len(request.body))
 

@@ -16,7 +16,14 @@ from typing import Any, Protocol, cast
 
 import httptools
 
-from router.http_message import Headers, Request, Response, error_response, format_response
+from router.http_message import (
+    Headers,
+    Request,
+    Response,
+    error_response,
+    format_head,
+    format_response,
+)
 
 log = logging.getLogger(__name__)
 
@@ -100,14 +107,14 @@ class ServerConnection(asyncio.Protocol):
         assert self._current is not None
         keep_alive = self._current.keep_alive and not self._server.is_draining
         self._has_started = True
-        self._transport.write(format_response(response, keep_alive))
+        form = format_head if self._current.method == "HEAD" else format_response
+        self._transport.write(form(response, keep_alive))
         self._keep_alive = keep_alive
 
-    def start(self, head: bytes, keep_alive: bool) -> Callable[[bytes], None]:
-        """Write a response head; return the function that writes what follows."""
+    def start(self, keep_alive: bool) -> Callable[[bytes], None]:
+        """Begin a response; return the function that writes its bytes, head first."""
         self._has_started = True
         self._keep_alive = keep_alive
-        self._transport.write(head)
         return self._transport.write
 
     def attach(self, source: Source) -> None:
@@ -341,7 +348,10 @@ class ServerConnection(asyncio.Protocol):
             return
         item = self._waiting.popleft()
         if isinstance(item, Response):
-            self._transport.write(format_response(item, keep_alive=False))
+            # Only what was being read is refused, so it is the parser's method.
+            is_head = bool(self._url) and self._parser.get_method() == b"HEAD"
+            form = format_head if is_head else format_response
+            self._transport.write(form(item, keep_alive=False))
             self._linger()
             return
         self._waiting_bytes -= len(item.body)

@@ -91,6 +91,8 @@ class SpeedBook:
         self._engines: dict[str, _Engine] = {}
         self._newcomer = guesses
         self._speeds: dict[str, Speeds] = {}
+        self.version = 0
+        """Another one whenever what `of` says has changed."""
         self.taken = 0
         self.absurd = 0
         """Samples outside of all reason."""
@@ -223,6 +225,7 @@ class SpeedBook:
             known = [engine.own[field] for engine in self._engines.values() if field in engine.own]
             fleet[field] = median(known)
         self._newcomer = replace(self._guesses, **fleet)
+        self.version += 1
         self._speeds = {
             url: self._own_or_alike(replace(self._newcomer, **engine.own))
             for url, engine in self._engines.items()

@@ -10,17 +10,17 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import blake3
 
 from emberkv_proto.errors import ConfigError
 from router.http_message import Request, Response, error_response
 from router.keys import KeyFile, KeyRing, read_keys
+from router.request_body import RequestBody
 from router.tenant_budget import Overdrawn, TenantBudget
 from router.waiting import Priority
 
@@ -121,7 +121,7 @@ class Tenants:
         message = len(name).to_bytes(4, "big") + name + told
         return blake3.blake3(message, key=self._salt_key).hexdigest()
 
-    def sealed(self, request: Request, body: dict[str, Any]) -> Request:
+    def sealed(self, request: Request, body: RequestBody) -> Request:
         """Put the tenant's salt into `body` and into the bytes that go to the engine.
 
         A `priority` that the tenant may not ask for becomes 0 there: engines may go by it too.
@@ -173,7 +173,7 @@ def _is_normal(priority: object) -> bool:
     return type(priority) is int and priority >= 0
 
 
-def with_salt(raw: bytes, body: Mapping[str, Any], salt: str, *, is_changed: bool) -> bytes:
+def with_salt(raw: bytes, body: RequestBody, salt: str, *, is_changed: bool) -> bytes:
     """The body's bytes with `salt` as their cache_salt.
 
     It is put in front, and all other bytes stay as they came. A body that had a salt (perhaps

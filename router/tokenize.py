@@ -7,21 +7,24 @@ still goes, by load alone.
 
 from __future__ import annotations
 
-import json
+import asyncio
+import os
 from array import array
 from collections import OrderedDict
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
 
-import blake3
+import msgspec
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
-from emberkv_proto.request_keys import salt_bytes
+from router.chains import ChainKeys, ChainKind
 from router.engine_client import Fetched
 from router.engines import Engine
+from router.request_body import RequestBody
 from router.upstream_head import UpstreamError
 
 TokenIds = npt.NDArray[np.uint32]
@@ -42,13 +45,22 @@ CHAT_FIELDS = (
 its chat templates read)."""
 
 COMPLETION_FIELDS = ("prompt", "add_special_tokens")
+_CHAT_SOURCE = {name: name.encode() for name in ("model", "cache_salt", *CHAT_FIELDS)}
+_COMPLETION_SOURCE = {name: name.encode() for name in ("model", "cache_salt", *COMPLETION_FIELDS)}
 ENTRY_TOKENS = 160
 """What remembering a prompt costs beside its tokens, in tokens of 4 bytes."""
+KINDS_KEPT = 4
+"""Of how many namespaces a remembered prompt keeps its blocks' keys."""
+LARGE_BYTES = 256 * 1024
+"""A prompt of so many bytes is read and hashed in a thread, a piece at a time."""
+PIECE_BYTES = 32 * 1024
 
 
 class NoTokens(str, Enum):
     """Why a request has no token ids; the label of a counter."""
 
+    OTHER_BODY = "other_body"
+    """Of an endpoint whose rendering only the engine knows."""
     NO_PROMPT = "no_prompt"
     MANY_PROMPTS = "many_prompts"
     BAD_IDS = "bad_ids"
@@ -56,12 +68,24 @@ class NoTokens(str, Enum):
     ENGINE_REFUSED = "engine_refused"
 
 
+@dataclass(slots=True, eq=False)
+class Prompt:
+    """A prompt's tokens, what they were made from, and its blocks' keys once asked for."""
+
+    source: bytes
+    ids: TokenIds
+    chains: dict[ChainKind, ChainKeys] = field(default_factory=dict)
+
+    def keep(self, kind: ChainKind, keys: ChainKeys) -> None:
+        if len(self.chains) < KINDS_KEPT:
+            self.chains[kind] = keys
+
+
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A body for the engine's /tokenize, and what to remember its answer by."""
+    """A body for the engine's /tokenize."""
 
     body: bytes
-    digest: bytes
 
 
 class Fetcher(Protocol):
@@ -73,28 +97,33 @@ class Fetcher(Protocol):
 
 
 class TokenCache:
-    """Least recently used token ids by digest of what they were made from, bounded by tokens.
+    """Least recently used prompts by what they were made from, bounded by tokens of 4 bytes.
 
-    Each entry counts for `ENTRY_TOKENS` more, or short prompts would take memory without bound.
+    They are found by a quick digest with a seed of this process, and compared whole: whoever makes
+    two that collide gets no other tokens than its own.
     """
 
     def __init__(self, capacity_tokens: int) -> None:
         self._capacity_tokens = capacity_tokens
-        self._entries: OrderedDict[bytes, TokenIds] = OrderedDict()
+        self._entries: OrderedDict[bytes, Prompt] = OrderedDict()
         self._tokens = 0
+        self._seed = int.from_bytes(os.urandom(8), "little")
 
-    def get(self, digest: bytes) -> TokenIds | None:
+    def get(self, source: bytes) -> Prompt | None:
+        digest = xxhash.xxh3_128_digest(source, self._seed)
         found = self._entries.get(digest)
-        if found is not None:
-            self._entries.move_to_end(digest)
+        if found is None or found.source != source:
+            return None
+        self._entries.move_to_end(digest)
         return found
 
-    def put(self, digest: bytes, tokens: TokenIds) -> None:
+    def put(self, prompt: Prompt) -> None:
+        digest = xxhash.xxh3_128_digest(prompt.source, self._seed)
         old = self._entries.pop(digest, None)
         if old is not None:
             self._tokens -= _cost(old)
-        self._entries[digest] = tokens
-        self._tokens += _cost(tokens)
+        self._entries[digest] = prompt
+        self._tokens += _cost(prompt)
         while self._tokens > self._capacity_tokens:
             _, dropped = self._entries.popitem(last=False)
             self._tokens -= _cost(dropped)
@@ -104,24 +133,74 @@ class TokenCache:
         assert self._tokens <= self._capacity_tokens
 
 
-def _cost(tokens: TokenIds) -> int:
-    return ENTRY_TOKENS + len(tokens)
+def _cost(prompt: Prompt) -> int:
+    """Its source, its ids, and about twice as much again for its blocks' hashes and keys."""
+    return ENTRY_TOKENS + len(prompt.source) // 4 + 3 * len(prompt.ids)
 
 
-def read_prompt(body: Mapping[str, Any]) -> TokenIds | Ask | NoTokens:
+def prompt_source(body: RequestBody) -> bytes:
+    """All of a body that its tokens and hashes depend on; empty where it has no prompt.
+
+    The salt belongs to it, else a quick answer would tell one salt's owner what another's has
+    asked. JSON has no NUL, so no two bodies run together.
+    """
+    wanted = _CHAT_SOURCE if "messages" in body else _COMPLETION_SOURCE
+    if body.raw("messages" if wanted is _CHAT_SOURCE else "prompt") is None:
+        return b""
+    parts: list[bytes] = []
+    for name in body:
+        told = wanted.get(name)
+        if told is not None:
+            raw = body.raw(name)
+            if raw is not None:
+                parts += (told, raw)
+    return b"\0".join(parts)
+
+
+def read_prompt(body: RequestBody) -> TokenIds | Ask | NoTokens:
     """Return the ids in the body, or what to ask the engine, or why neither is possible. Pure."""
     if "messages" in body:
         return _ask(body, CHAT_FIELDS)
-    prompt = body.get("prompt")
-    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
-        prompt = prompt[0]
-    if isinstance(prompt, str):
-        return _ask({**body, "prompt": prompt}, COMPLETION_FIELDS)
-    if not isinstance(prompt, list) or not prompt:
+    raw = body.raw("prompt")
+    if raw is None:
         return NoTokens.NO_PROMPT
-    if isinstance(prompt[0], (str, list)):
-        return NoTokens.MANY_PROMPTS
-    return token_ids(prompt)
+    if raw[:1] == b'"':
+        return _ask(body, COMPLETION_FIELDS)
+    if raw[:1] != b"[":
+        return NoTokens.NO_PROMPT
+    if raw[1:64].lstrip()[:1] not in (b'"', b"[", b"]"):
+        return ids_in(raw)
+    prompts = body["prompt"]
+    if len(prompts) != 1:
+        return NoTokens.MANY_PROMPTS if prompts else NoTokens.NO_PROMPT
+    if isinstance(prompts[0], str):
+        return _ask(RequestBody.of(**{**body, "prompt": prompts[0]}), COMPLETION_FIELDS)
+    return token_ids(prompts[0])
+
+
+_decode_ids = msgspec.json.Decoder(list[int]).decode
+
+
+def ids_in(raw: bytes) -> TokenIds | NoTokens:
+    """The ids of a JSON list, read a piece at a time: a thread that does it lets others in."""
+    pieces: list[bytes] = []
+    at, end = 1, len(raw) - 1
+    while end - at > PIECE_BYTES:
+        comma = raw.find(b",", at + PIECE_BYTES, end)
+        if comma < 0:
+            break
+        pieces.append(raw[at:comma])
+        at = comma + 1
+    pieces.append(raw[at:end])
+    found = []
+    for piece in pieces:
+        try:
+            found.append(np.frombuffer(array("I", _decode_ids(b"[" + piece + b"]")), np.uint32))
+        except (msgspec.DecodeError, OverflowError, ValueError):
+            return NoTokens.BAD_IDS
+        if not len(found[-1]):
+            return NoTokens.BAD_IDS  # two commas in a row
+    return found[0] if len(found) == 1 else np.concatenate(found)
 
 
 def token_ids(ids: list[Any]) -> TokenIds | NoTokens:
@@ -139,14 +218,18 @@ def token_ids(ids: list[Any]) -> TokenIds | NoTokens:
         return NoTokens.BAD_IDS
 
 
-def _ask(body: Mapping[str, Any], fields: tuple[str, ...]) -> Ask:
-    wanted = {name: body[name] for name in ("model", *fields) if body.get(name) is not None}
-    packed = json.dumps(wanted, separators=(",", ":"), sort_keys=False).encode()
-    salt = body.get("cache_salt")
-    digest = blake3.blake3(packed)
-    # Else a quick answer would tell one salt's owner what another's has asked.
-    digest.update(b"\0" + salt_bytes(salt if isinstance(salt, str) else None))
-    return Ask(packed, digest.digest())
+def _ask(body: RequestBody, fields: tuple[str, ...]) -> Ask:
+    """The fields as they came, under the names that the engine's /tokenize has for them too."""
+    parts = []
+    for name in ("model", *fields):
+        raw = body.raw(name)
+        if raw is not None:
+            parts.append(b'"%s":%s' % (name.encode(), raw))
+    return Ask(b"{" + b",".join(parts) + b"}")
+
+
+class _Answer(msgspec.Struct):
+    tokens: msgspec.Raw
 
 
 def read_answer(fetched: Fetched) -> TokenIds | NoTokens:
@@ -154,11 +237,12 @@ def read_answer(fetched: Fetched) -> TokenIds | NoTokens:
     if fetched.status != 200:
         return NoTokens.ENGINE_REFUSED
     try:
-        answer = json.loads(fetched.body)
-    except (ValueError, RecursionError):
+        raw = bytes(msgspec.json.decode(fetched.body, type=_Answer).tokens)
+    except (msgspec.DecodeError, RecursionError):
         return NoTokens.BAD_IDS
-    ids = answer.get("tokens") if isinstance(answer, dict) else None
-    return token_ids(ids) if isinstance(ids, list) else NoTokens.BAD_IDS
+    if raw[:1] != b"[":
+        return NoTokens.BAD_IDS
+    return ids_in(raw) if raw[1:-1].strip() else np.empty(0, np.uint32)
 
 
 class Tokenizer:
@@ -169,21 +253,34 @@ class Tokenizer:
         self._cache = cache
         self._deadline_seconds = deadline_seconds
 
-    async def tokens(self, body: Mapping[str, Any], engine: Engine) -> TokenIds | NoTokens:
-        """Return the ids of the body's prompt, as `engine` makes them. Never raises for it."""
-        prompt = read_prompt(body)
-        if not isinstance(prompt, Ask):
-            return prompt
-        known = self._cache.get(prompt.digest)
+    async def tokens(
+        self, body: RequestBody, some_engine: Callable[[], Engine]
+    ) -> Prompt | NoTokens:
+        """Return the body's prompt with its ids, as engines make them. Never raises for it.
+
+        Only a prompt that is not remembered asks for `some_engine`.
+        """
+        source = prompt_source(body)
+        if not source:
+            return NoTokens.NO_PROMPT
+        known = self._cache.get(source)
         if known is not None:
             return known
+        is_large = len(source) >= LARGE_BYTES
+        read = await asyncio.to_thread(read_prompt, body) if is_large else read_prompt(body)
+        if isinstance(read, Ask):
+            read = await self._asked(read, some_engine(), is_large=is_large)
+        if isinstance(read, NoTokens):
+            return read
+        prompt = Prompt(source, read)
+        self._cache.put(prompt)
+        return prompt
+
+    async def _asked(self, ask: Ask, engine: Engine, *, is_large: bool) -> TokenIds | NoTokens:
         try:
             fetched = await self._client.fetch(
-                engine, "POST", b"/tokenize", prompt.body, self._deadline_seconds
+                engine, "POST", b"/tokenize", ask.body, self._deadline_seconds
             )
         except UpstreamError:
             return NoTokens.ENGINE_FAILED
-        answer = read_answer(fetched)
-        if not isinstance(answer, NoTokens):
-            self._cache.put(prompt.digest, answer)
-        return answer
+        return await asyncio.to_thread(read_answer, fetched) if is_large else read_answer(fetched)

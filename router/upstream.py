@@ -12,12 +12,14 @@ from collections.abc import Callable
 from typing import Protocol, cast
 
 from router.chunked import Body, FramingError, UntilCloseBody
+from router.deadlines import Deadlines
 from router.upstream_head import (
     ClosedEarlyError,
     DiedError,
     GarbledError,
     ProtocolError,
     ResponseHead,
+    ResponseTimeoutError,
     parse_head,
 )
 
@@ -31,6 +33,8 @@ class StaleError(Exception):
 class Owner(Protocol):
     """Whoever keeps the connections; told when one opens, is free again and is gone."""
 
+    deadlines: Deadlines
+
     def opened(self, connection: UpstreamConnection) -> None: ...
 
     def put(self, connection: UpstreamConnection) -> None: ...
@@ -41,9 +45,13 @@ class Owner(Protocol):
 class UpstreamConnection(asyncio.Protocol):
     """One connection to one engine."""
 
-    def __init__(self, owner: Owner, url: str, idle_seconds: float) -> None:
+    def __init__(
+        self, owner: Owner, url: str, response_seconds: float, idle_seconds: float
+    ) -> None:
         self._owner = owner
+        self._response_seconds = response_seconds
         self._idle_seconds = idle_seconds
+        self.deadline = 0.0
         self._loop = asyncio.get_running_loop()
         self.url = url
         self.is_reused = False
@@ -60,13 +68,11 @@ class UpstreamConnection(asyncio.Protocol):
         self._is_paused = False
         self._is_lost = False
         self._lost_error: Exception | None = None
-        self._last_data_at = 0.0
-        self._idle_timer: asyncio.TimerHandle | None = None
 
     # ---- one exchange ----
 
     async def request(self, payload: bytes) -> ResponseHead:
-        """Send a whole request and wait for the response head. No deadline of its own.
+        """Send a whole request and wait for the response head, up to `response_seconds`.
 
         What comes of the body until `relay` takes it over is kept.
 
@@ -76,10 +82,18 @@ class UpstreamConnection(asyncio.Protocol):
         self._is_asked = True
         self._head_waiter = self._loop.create_future()
         self._transport.write(payload)
+        self.deadline = self._loop.time() + self._response_seconds
+        self._owner.deadlines.watch(self)
         try:
             return await self._head_waiter
         finally:
             self._head_waiter = None
+            self._owner.deadlines.forget(self)
+
+    @property
+    def has_early_bytes(self) -> bool:
+        """Whether something of the body came with the head."""
+        return bool(self._buffer)
 
     async def relay(self, head: ResponseHead, body: Body, sink: Callable[[bytes], None]) -> None:
         """Hand each piece of the body to `sink` as it comes; return at its end.
@@ -99,10 +113,10 @@ class UpstreamConnection(asyncio.Protocol):
             self._pass(early)
         if self._is_lost:
             self._ended(self._lost_error)
-        if not self._body_waiter.done():
-            self._last_data_at = self._loop.time()
-            self._arm_idle_timer(self._idle_seconds)
         try:
+            if not self._body_waiter.done():
+                self.deadline = self._loop.time() + self._idle_seconds
+                self._owner.deadlines.watch(self)
             await self._body_waiter
         except BaseException:
             self.abort()
@@ -111,9 +125,7 @@ class UpstreamConnection(asyncio.Protocol):
             self._body = None
             self._sink = None
             self._body_waiter = None
-            if self._idle_timer is not None:
-                self._idle_timer.cancel()
-                self._idle_timer = None
+            self._owner.deadlines.forget(self)
         if self._may_reuse and not self._is_paused and not isinstance(body, UntilCloseBody):
             self._owner.put(self)
         else:
@@ -131,7 +143,7 @@ class UpstreamConnection(asyncio.Protocol):
     def resume(self) -> None:
         if self._is_paused and not self._transport.is_closing():
             self._is_paused = False
-            self._last_data_at = self._loop.time()
+            self.deadline = self._loop.time() + self._idle_seconds
             self._transport.resume_reading()
 
     @property
@@ -199,7 +211,7 @@ class UpstreamConnection(asyncio.Protocol):
         if waiter.done():
             self._may_reuse = False  # bytes after the end
             return
-        self._last_data_at = self._loop.time()
+        self.deadline = self._loop.time() + self._idle_seconds
         try:
             piece = body.feed(data) if data else b""
         except FramingError as error:
@@ -219,15 +231,15 @@ class UpstreamConnection(asyncio.Protocol):
         else:
             waiter.set_exception(DiedError("connection closed in the middle of a body"))
 
-    def _arm_idle_timer(self, seconds: float) -> None:
-        self._idle_timer = self._loop.call_later(seconds, self._check_idle)
-
-    def _check_idle(self) -> None:
-        if self._body_waiter is None or self._body_waiter.done():
-            return
-        limit = self._idle_seconds
-        left = limit if self._is_paused else self._last_data_at + limit - self._loop.time()
-        if left > 0:
-            self._arm_idle_timer(left)
-        else:
-            self._body_waiter.set_exception(DiedError(f"silent for {limit} s in a body"))
+    def overdue(self) -> None:
+        """Called by the owner's deadlines: nothing came for too long."""
+        if self._head_waiter is not None and not self._head_waiter.done():
+            self._head_waiter.set_exception(
+                ResponseTimeoutError(f"no response in {self._response_seconds} s")
+            )
+        elif self._is_paused:
+            self.deadline = self._loop.time() + self._idle_seconds  # it is the client that waits
+        elif self._body_waiter is not None and not self._body_waiter.done():
+            self._body_waiter.set_exception(
+                DiedError(f"silent for {self._idle_seconds} s in a body")
+            )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import httptools
@@ -39,25 +39,26 @@ class ProtocolError(UpstreamError):
     """What came is not HTTP."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class ResponseHead:
     """Status line and headers of a response."""
 
     status: int
     reason: bytes
     headers: Headers
+    fields: dict[bytes, bytes]
+    """First values by names in lower case."""
     may_keep_alive: bool
+    options: frozenset[bytes] = field(default=frozenset())
+    """Names that its Connection header takes out of what is passed on."""
 
     def header(self, name: bytes) -> bytes | None:
         """Return the first value of `name` (lower case)."""
-        for key, value in self.headers:
-            if key.lower() == name:
-                return value
-        return None
+        return self.fields.get(name)
 
     @property
     def is_chunked(self) -> bool:
-        return (self.header(b"transfer-encoding") or b"").lower() == b"chunked"
+        return self.fields.get(b"transfer-encoding", b"").lower() == b"chunked"
 
     def body(self) -> Body:
         """A follower of this response's body that leaves the framing as it is."""
@@ -80,12 +81,14 @@ class _HeadParser:
     def __init__(self) -> None:
         self.reason = b""
         self.headers: Headers = []
+        self.fields: dict[bytes, bytes] = {}
 
     def on_status(self, status: bytes) -> None:
         self.reason += status
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self.headers.append((name, value))
+        self.fields.setdefault(name.lower(), value)
 
 
 def parse_head(raw: bytes) -> ResponseHead:
@@ -101,10 +104,13 @@ def parse_head(raw: bytes) -> ResponseHead:
     except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
         raise ProtocolError(f"malformed response head: {error}") from None
     status: int = parser.get_status_code()
-    options = connection_options(callbacks.headers)
+    fields = callbacks.fields
+    options = connection_options(callbacks.headers) if b"connection" in fields else frozenset()
     is_http_11 = parser.get_http_version() == "1.1"
     may_keep_alive = b"close" not in options if is_http_11 else b"keep-alive" in options
-    head = ResponseHead(status, callbacks.reason, callbacks.headers, may_keep_alive)
+    head = ResponseHead(
+        status, callbacks.reason, callbacks.headers, fields, may_keep_alive, options
+    )
     encoding = head.header(b"transfer-encoding")
     if encoding is not None and not head.is_chunked:
         raise ProtocolError(f"transfer-encoding {encoding!r} is not followed")

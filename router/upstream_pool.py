@@ -7,6 +7,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from client_sdk.aio import timeout
+from router.deadlines import Deadlines
 from router.engines import Engine
 from router.upstream import StaleError, UpstreamConnection
 from router.upstream_head import RefusedError, ResponseHead, ResponseTimeoutError
@@ -24,7 +25,7 @@ class UpstreamLimits:
     pooled_seconds: float
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Exchange:
     """A response that has begun. Whoever holds it relays its body or aborts the connection."""
 
@@ -38,6 +39,7 @@ class UpstreamPool:
     def __init__(self, limits: UpstreamLimits) -> None:
         self.limits = limits
         self.loop = asyncio.get_running_loop()
+        self.deadlines = Deadlines(self.loop)
         self._idle: defaultdict[str, list[UpstreamConnection]] = defaultdict(list)
         self._open: set[UpstreamConnection] = set()
         self._all_lost = asyncio.Event()
@@ -53,15 +55,12 @@ class UpstreamPool:
         while True:
             connection = await self._acquire(engine)
             try:
-                async with timeout(self.limits.response_seconds):
-                    return Exchange(connection, await connection.request(payload))
+                return Exchange(connection, await connection.request(payload))
             except StaleError:
                 self.close_idle(engine.url)
-            except (TimeoutError, asyncio.TimeoutError):
+            except ResponseTimeoutError as error:
                 connection.abort()
-                raise ResponseTimeoutError(
-                    f"no response from {engine.name} in {self.limits.response_seconds} s"
-                ) from None
+                raise ResponseTimeoutError(f"{engine.name}: {error}") from None
             except BaseException:
                 connection.abort()
                 raise
@@ -76,7 +75,9 @@ class UpstreamPool:
         try:
             async with timeout(self.limits.connect_seconds):
                 _, connection = await self.loop.create_connection(
-                    lambda: UpstreamConnection(self, engine.url, self.limits.idle_seconds),
+                    lambda: UpstreamConnection(
+                        self, engine.url, self.limits.response_seconds, self.limits.idle_seconds
+                    ),
                     engine.host,
                     engine.port,
                 )
@@ -129,6 +130,7 @@ class UpstreamPool:
             self._all_lost.clear()
             async with timeout(CLOSE_SECONDS):
                 await self._all_lost.wait()
+        self.deadlines.close()
 
     @property
     def open_connections(self) -> int:

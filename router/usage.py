@@ -7,6 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
+import msgspec
+
+
+class _Answer(msgspec.Struct):
+    usage: msgspec.Raw
+
+
+_decode = msgspec.json.Decoder(_Answer).decode
 SOURCES = ("hbm", "dram", "ssd", "peer")
 MAX_PARSED_BYTES = 1 << 20
 
@@ -53,10 +61,9 @@ def _usage_in(body: bytes, word: bytes) -> Any:
     if word not in body or len(body) > MAX_PARSED_BYTES:
         return None
     try:
-        parsed = json.loads(body)
+        return json.loads(bytes(_decode(body).usage))
     except (ValueError, RecursionError):
         return None
-    return parsed.get("usage") if isinstance(parsed, dict) else None
 
 
 def _from_usage(usage: Any) -> Delivered | None:

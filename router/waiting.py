@@ -66,9 +66,10 @@ class WaitingLine(Generic[P]):
         self.limit = limit
         self._lines: dict[Priority, dict[P, None]] = {priority: {} for priority in Priority}
         self._models: Counter[tuple[Priority, str]] = Counter()
+        self._size = 0
 
     def __len__(self) -> int:
-        return sum(map(len, self._lines.values()))
+        return self._size
 
     def __iter__(self) -> Iterator[P]:
         """In the order in which they are served."""
@@ -100,6 +101,7 @@ class WaitingLine(Generic[P]):
         assert not self.is_full, "a place beyond the limit"
         assert place not in self._lines[place.priority], "a place taken twice"
         self._lines[place.priority][place] = None
+        self._size += 1
         self._models[(place.priority, place.model)] += 1
 
     def leave(self, place: P) -> None:
@@ -107,12 +109,14 @@ class WaitingLine(Generic[P]):
         if place not in self._lines[place.priority]:
             return
         del self._lines[place.priority][place]
+        self._size -= 1
         key = (place.priority, place.model)
         self._models[key] -= 1
         if not self._models[key]:
             del self._models[key]
 
     def check_integrity(self) -> None:
+        assert len(self) == sum(map(len, self._lines.values()))
         assert len(self) <= self.limit, f"{len(self)} wait, {self.limit} may"
         counted = Counter((place.priority, place.model) for place in self)
         assert counted == self._models, f"{counted} != {self._models}"

@@ -113,6 +113,9 @@ class _Engine:
     sequence: EventSequence = field(default_factory=EventSequence)
     dropped: int = 0
     counts: StreamCounts = field(default_factory=StreamCounts)
+    told: EngineHit | None = None
+    """The last answer about it, and the counts in it."""
+    told_counts: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,11 +258,14 @@ class EngineDirectory:
             engine = self._by_holder.get(hit.holder)
             if engine is None or engine.state is not StreamState.CURRENT:
                 continue
-            key = engine.key
             counts = (hit.hit_blocks, hit.hbm_blocks, hit.dram_blocks, hit.ssd_blocks)
-            hits.append(
-                EngineHit(key.engine_id, key.dp_rank, engine.info.url, key.node_id, *counts)
-            )
+            told = engine.told
+            if told is None or counts != engine.told_counts or told.url != engine.info.url:
+                # Many chains have the beginning in common that most engines hold of them.
+                key = engine.key
+                told = EngineHit(key.engine_id, key.dp_rank, engine.info.url, key.node_id, *counts)
+                engine.told, engine.told_counts = told, counts
+            hits.append(told)
         hits.sort(key=lambda hit: -hit.hit_blocks)
         return hits
 

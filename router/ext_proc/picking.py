@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
 
 from router.admission import Admission
 from router.decision import (
@@ -23,7 +22,8 @@ from router.ext_proc.passage import Passage
 from router.http_message import Request, Response, error_response
 from router.load import LoadLedger
 from router.metrics import RouterMetrics
-from router.proxy import PRIORITY_HEADER, BadBodyError, parse_body
+from router.proxy import PRIORITY_HEADER
+from router.request_body import BadBodyError, RequestBody, parse_body
 from router.speeds import SpeedBook
 from router.tenants import SECRET_HEADERS, TenantRefusedError, Tenants, Visit
 from router.waiting import BadPriorityError, read_priority
@@ -149,7 +149,7 @@ class Picker:
     async def _decide(
         self,
         request: Request,
-        body: dict[str, Any],
+        body: RequestBody,
         subset: frozenset[str] | None,
         visit: Visit | None,
     ) -> tuple[Decision, Plan]:
@@ -222,16 +222,16 @@ _NEEDS_BODY = (
 )
 
 
-def _body_of(request: Request, *, is_whole: bool) -> dict[str, Any]:
+def _body_of(request: Request, *, is_whole: bool) -> RequestBody:
     """The parsed body, or what the head tells in its place. Raises BadBodyError."""
     kind = request.header(b"content-type") or b"application/json"
     if is_whole and request.body and b"json" in kind.lower():
         return parse_body(request.body)
     model = request.header(MODEL_HEADER)
-    return {"model": model.decode("utf-8", "replace")} if model else {}
+    return RequestBody.of(model=model.decode("utf-8", "replace")) if model else RequestBody.of()
 
 
-def _model_of(body: dict[str, Any]) -> str:
+def _model_of(body: RequestBody) -> str:
     model = body.get("model")
     return model if isinstance(model, str) else ""
 

@@ -143,6 +143,10 @@ class FakeEngine:
         """Wait for the first completion or tokenization."""
         await asyncio.wait_for(self._asked.wait(), 5)
 
+    @property
+    def is_down(self) -> bool:
+        return self._server is None or not self._server.is_serving()
+
     async def start(self) -> None:
         self._server = await asyncio.start_server(self._accept, "127.0.0.1", self.port)
         self.port = self._server.sockets[0].getsockname()[1]

@@ -12,12 +12,15 @@ import pytest
 from router.engine_client import Fetched
 from router.engines import Engine, EngineTable
 from router.health import BreakerLimits
+from router.request_body import RequestBody, parse_body
 from router.tokenize import (
     ENTRY_TOKENS,
     Ask,
     NoTokens,
+    Prompt,
     TokenCache,
     Tokenizer,
+    prompt_source,
     read_answer,
     read_prompt,
 )
@@ -25,6 +28,11 @@ from router.upstream_head import ResponseTimeoutError
 from router.usage import Delivered, from_json, from_stream_tail
 
 SALT = {"cache_salt": "a"}
+
+
+def body_of(**values: Any) -> RequestBody:
+    """As it comes over the wire."""
+    return parse_body(json.dumps(values).encode())
 
 
 def engine() -> Engine:
@@ -48,7 +56,7 @@ class AnsweringEngine:
 
 def test_ids_in_the_body_are_used_as_they_are() -> None:
     for prompt in ([1, 2, 3], [[1, 2, 3]]):
-        ids = read_prompt({"prompt": prompt})
+        ids = read_prompt(body_of(prompt=prompt))
         assert isinstance(ids, np.ndarray)
         assert ids.tolist() == [1, 2, 3]
 
@@ -73,14 +81,14 @@ def test_ids_in_the_body_are_used_as_they_are() -> None:
     ],
 )
 def test_a_prompt_without_usable_ids_says_why(body: dict[str, Any], why: NoTokens) -> None:
-    assert read_prompt(body) is why
+    assert read_prompt(body_of(**body)) is why
 
 
 def test_one_long_text_among_ids_costs_no_memory() -> None:
     prompt = [1, "x" * 100_000, *[""] * 200]
     tracemalloc.start()
     try:
-        assert read_prompt({"prompt": prompt}) is NoTokens.BAD_IDS
+        assert read_prompt(body_of(prompt=prompt)) is NoTokens.BAD_IDS
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
         tracemalloc.stop()
@@ -88,26 +96,23 @@ def test_one_long_text_among_ids_costs_no_memory() -> None:
 
 def test_only_fields_that_change_the_rendering_are_asked_and_remembered_by() -> None:
     chat = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "tools": [{"t": 1}]}
-    first = read_prompt({**chat, "temperature": 0.5, "stream": True})
-    second = read_prompt({**chat, "temperature": 0.9, "max_tokens": 5})
-    other = read_prompt({**chat, "tools": []})
+    first = read_prompt(body_of(**{**chat, "temperature": 0.5, "stream": True}))
+    second = read_prompt(body_of(**{**chat, "temperature": 0.9, "max_tokens": 5}))
+    other = read_prompt(body_of(**{**chat, "tools": []}))
     assert isinstance(first, Ask)
     assert isinstance(second, Ask)
     assert isinstance(other, Ask)
     assert first == second
-    assert first.digest != other.digest
+    assert first.body != other.body
     assert json.loads(first.body) == chat
 
 
 def test_what_one_salt_asked_is_not_remembered_for_another() -> None:
     chat = {"model": "m", "messages": []}
-    plain, one, other = (read_prompt({**chat, **salt}) for salt in ({}, SALT, {"cache_salt": "b"}))
-    assert isinstance(plain, Ask)
-    assert isinstance(one, Ask)
-    assert isinstance(other, Ask)
-    assert len({plain.digest, one.digest, other.digest}) == 3
-    assert plain.body == one.body == other.body
-    assert one == read_prompt({**chat, **SALT})
+    bodies = [body_of(**{**chat, **salt}) for salt in ({}, SALT, {"cache_salt": "b"})]
+    assert len({prompt_source(body) for body in bodies}) == 3
+    assert len({read_prompt(body) for body in bodies}) == 1, "the engine need not know"
+    assert prompt_source(body_of(**{**chat, **SALT})) == prompt_source(bodies[1])
 
 
 async def test_an_answer_is_remembered() -> None:
@@ -115,9 +120,9 @@ async def test_an_answer_is_remembered() -> None:
     cache = TokenCache(1000)
     tokenizer = Tokenizer(client, cache, 0.5)
     for _ in range(3):
-        ids = await tokenizer.tokens({"prompt": "ab", "model": "m"}, engine())
-        assert isinstance(ids, np.ndarray)
-        assert ids.tolist() == [5, 6]
+        prompt = await tokenizer.tokens(body_of(prompt="ab", model="m"), engine)
+        assert isinstance(prompt, Prompt)
+        assert prompt.ids.tolist() == [5, 6]
     assert client.bodies == [{"model": "m", "prompt": "ab"}]
     cache.check_integrity()
 
@@ -133,19 +138,19 @@ async def test_a_slow_or_refusing_engine_means_no_tokens_and_is_asked_again() ->
         client = AnsweringEngine(fetched)
         tokenizer = Tokenizer(client, TokenCache(1000), 0.5)
         for _ in range(2):
-            assert await tokenizer.tokens({"prompt": "ab"}, engine()) is why
+            assert await tokenizer.tokens(body_of(prompt="ab"), engine) is why
         assert len(client.bodies) == 2
 
 
 def test_the_cache_is_bounded_by_tokens_and_drops_the_longest_unused() -> None:
-    cache = TokenCache(2 * ENTRY_TOKENS + 10)
+    cache = TokenCache(2 * ENTRY_TOKENS + 30)
     for name in (b"a", b"b", b"c"):
-        cache.put(name, np.zeros(4, np.uint32))
+        cache.put(Prompt(name, np.zeros(4, np.uint32)))
         cache.get(b"a")
         cache.check_integrity()
     assert cache.get(b"a") is not None
     assert cache.get(b"b") is None
-    cache.put(b"huge", np.zeros(2 * ENTRY_TOKENS, np.uint32))
+    cache.put(Prompt(b"huge", np.zeros(2 * ENTRY_TOKENS, np.uint32)))
     assert cache.get(b"huge") is None
     cache.check_integrity()
 
@@ -154,7 +159,7 @@ def test_empty_prompts_do_not_fill_the_cache_without_bound() -> None:
     cache = TokenCache(10 * ENTRY_TOKENS)
     names = [b"%d" % number for number in range(1000)]
     for name in names:
-        cache.put(name, np.empty(0, np.uint32))
+        cache.put(Prompt(name, np.empty(0, np.uint32)))
     assert sum(cache.get(name) is not None for name in names) == 10
     cache.check_integrity()
 

@@ -20,7 +20,7 @@ from emberkv_proto.types import EngineInfo, NamespaceId, NodeId
 from router.config import RouterSection
 from router.keys import TenantLimits, edit_keys, make_key
 from router.tenants import Tenants, with_salt
-from tests.helpers.fake_engine import FakeEngine, answer, hang, stream
+from tests.helpers.fake_engine import SSE_HEAD, FakeEngine, answer, chunk, hang, stream
 from tests.helpers.router_client import (
     Got,
     HandIndex,
@@ -197,6 +197,25 @@ async def test_answers_count_whose_engine_tells_nothing_of_its_cache(
     async with FakeEngine().serving() as engine, running_router(engine.url, **files.settings) as r:
         engine.completion = stream([event, b"data: [DONE]\n\n"]) if is_stream else answer(told)
         assert (await request(r.port, PATH, PROMPT, small)).status == 200
+        assert (await request(r.port, PATH, PROMPT, small)).status == 429
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+async def test_a_stream_without_usage_counts_by_its_events_even_when_the_client_leaves(
+    files: Files, is_cut: bool
+) -> None:
+    small = files.add("small", tokens_per_minute=100)
+    events = [b'data: {"choices":[{"text":"x"}]}\n\n'] * 300
+    async with FakeEngine().serving() as engine, running_router(engine.url, **files.settings) as r:
+        engine.completion = stream([*events, b"data: [DONE]\n\n"])
+        if is_cut:
+            engine.completion = hang(SSE_HEAD + b"".join(map(chunk, events)))
+        async with connected(r.port) as client:
+            client.post(PATH, PROMPT, small)
+            got = await client.read_head()
+            assert got.status == 200
+            await asyncio.wait_for(client.reader.readexactly(300 * len(chunk(events[0]))), 10)
+        await r.settled()
         assert (await request(r.port, PATH, PROMPT, small)).status == 429
 
 

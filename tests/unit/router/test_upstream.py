@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+from router.deadlines import Deadlines
 from router.upstream import UpstreamConnection
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Length: 6\r\n\r\n"
@@ -12,6 +13,7 @@ HEAD = b"HTTP/1.1 200 OK\r\nContent-Length: 6\r\n\r\n"
 class Owner:
     def __init__(self) -> None:
         self.back: list[UpstreamConnection] = []
+        self.deadlines = Deadlines(asyncio.get_running_loop())
 
     def opened(self, connection: UpstreamConnection) -> None:
         pass
@@ -42,7 +44,7 @@ class Wire(asyncio.Transport):
 
 async def test_a_body_that_comes_before_it_is_relayed_is_kept() -> None:
     owner, wire = Owner(), Wire()
-    connection = UpstreamConnection(owner, "http://engine", idle_seconds=5.0)
+    connection = UpstreamConnection(owner, "http://engine", 60.0, 5.0)
     connection.connection_made(wire)
     asking = asyncio.ensure_future(connection.request(b"GET / HTTP/1.1\r\n\r\n"))
     await asyncio.sleep(0)
