@@ -31,6 +31,7 @@ from router.hints import Hinter, HintLimits
 from router.http_server import HttpServer
 from router.live import Changes, compare, with_live_changes
 from router.load import LoadLedger
+from router.local_tokens import LocalTokens
 from router.metrics import RouterMetrics
 from router.predicted import PredictedChains
 from router.prober import Prober, ProbeTimes
@@ -95,6 +96,7 @@ class Router:
         self.engines.on_removed.append(self._engine_removed)
         add_static_engines(self.engines, cfg.engines, loop.time())
         self.tokens = TokenCache(cfg.tokenize_cache_tokens)
+        self.local_tokens = LocalTokens(cfg.tokenizers, self.metrics)
         self.chains = ChainMemory(cfg.hash_cache_blocks)
         preferences = Preferences(
             cfg.near_best_fraction, cfg.least_loaded_candidates, cfg.tie_seconds, cfg.tie_fraction
@@ -104,7 +106,9 @@ class Router:
             self.ledger,
             index,
             self.predicted,
-            Tokenizer(EngineClient(self.pool), self.tokens, cfg.tokenize_seconds),
+            Tokenizer(
+                EngineClient(self.pool), self.tokens, cfg.tokenize_seconds, self.local_tokens
+            ),
             cfg.policy,
             preferences,
             self.speeds,
@@ -283,6 +287,7 @@ class Router:
             self.ext_proc,
             self.recent,
             self.chains,
+            self.local_tokens,
             self._chooser,
             self._proxy.retry_budget,
         )

@@ -131,6 +131,9 @@ class RouterSection(Section):
     pooled_seconds: Seconds = 4.0
     """Below the keep-alive time of common engine servers (5 s), so that few go stale."""
 
+    tokenizers: dict[str, Path] = Field(default_factory=dict)
+    """Model -> directory with its tokenizer.json and chat template: its prompts' tokens are made
+    here; the first ones and some later ones are compared with the engine's."""
     tokenize_seconds: Seconds = 0.5
     """Deadline of an engine's /tokenize; after it the request goes by load."""
     tokenize_cache_tokens: Annotated[int, Field(ge=0)] = 16_000_000

@@ -69,6 +69,12 @@ class RouterMetrics:
             self.registry,
         )
         self.no_tokens = labelled("no_token_requests", "Requests routed by load alone", ("why",))
+        self.local_tokens = labelled(
+            "local_tokens",
+            "Prompts for the tokenizers of router.tokenizers: made, left_to_engine; of those put to"
+            " the engine too: equal, different",
+            ("what",),
+        )
         self.retries = labelled("retries", "Requests sent on to another engine", ("why",))
         self.retries_denied = counter(
             "retries_denied", "Failures told to clients because too many retries were made"

@@ -245,10 +245,33 @@ def read_answer(fetched: Fetched) -> TokenIds | NoTokens:
     return ids_in(raw) if raw[1:-1].strip() else np.empty(0, np.uint32)
 
 
-class Tokenizer:
-    """Token ids of requests, remembered."""
+@dataclass(frozen=True, slots=True)
+class LocalIds:
+    """Ids made without the engine; `is_checked`: it is to be asked whether it makes the same."""
 
-    def __init__(self, client: Fetcher, cache: TokenCache, deadline_seconds: float) -> None:
+    ids: TokenIds
+    is_checked: bool
+
+
+class LocalSource(Protocol):
+    """Whoever makes ids without the engine, for some models."""
+
+    def ids(self, model: str, body: RequestBody) -> LocalIds | None: ...
+
+    def compared(self, model: str, ours: TokenIds, theirs: TokenIds) -> None: ...
+
+
+class Tokenizer:
+    """Token ids of requests, remembered. `local` is asked before the engine."""
+
+    def __init__(
+        self,
+        client: Fetcher,
+        cache: TokenCache,
+        deadline_seconds: float,
+        local: LocalSource | None = None,
+    ) -> None:
+        self._local = local
         self._client = client
         self._cache = cache
         self._deadline_seconds = deadline_seconds
@@ -269,12 +292,34 @@ class Tokenizer:
         is_large = len(source) >= LARGE_BYTES
         read = await asyncio.to_thread(read_prompt, body) if is_large else read_prompt(body)
         if isinstance(read, Ask):
-            read = await self._asked(read, some_engine(), is_large=is_large)
+            read = await self._made(read, body, some_engine(), is_large=is_large)
         if isinstance(read, NoTokens):
             return read
         prompt = Prompt(source, read)
         self._cache.put(prompt)
         return prompt
+
+    async def _made(
+        self, ask: Ask, body: RequestBody, engine: Engine, *, is_large: bool
+    ) -> TokenIds | NoTokens:
+        """By the local tokenizer where there is one, else, and sometimes too, by the engine."""
+        local, model = self._local, body.text("model")
+        found = None
+        if local is not None:
+            found = (
+                await asyncio.to_thread(local.ids, model, body)
+                if is_large
+                else local.ids(model, body)
+            )
+        if found is not None and not found.is_checked:
+            return found.ids
+        asked = await self._asked(ask, engine, is_large=is_large)
+        if found is None or local is None:
+            return asked
+        if isinstance(asked, NoTokens):
+            return found.ids
+        local.compared(model, found.ids, asked)
+        return asked
 
     async def _asked(self, ask: Ask, engine: Engine, *, is_large: bool) -> TokenIds | NoTokens:
         try:
