@@ -120,7 +120,9 @@ class Campaign:
         if blow.victim == "reader" and blow.deed == "kill":
             self._judge_dead_reader(where)
         else:
-            self._judge(where, self._answer(), blow.pause)
+            # Only a stop of the reader itself holds its clock's user up.
+            stood = blow.pause if (blow.victim, blow.deed) == ("reader", "stop") else 0.0
+            self._judge(where, self._answer(), stood)
         if blow.victim == "owner" and blow.deed == "kill":
             self._owner = self._start_owner()
             self._introduce()

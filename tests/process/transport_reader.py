@@ -48,7 +48,7 @@ class Tally:
     wrong_bytes: int = 0
     late_writes: int = 0
     broken_guards: int = 0
-    longest_overrun: float = 0.0
+    longest_overrun: float = -DEADLINE_SECONDS
     """Seconds that a read took beyond its deadline."""
     descriptors: int = 0
     threads: int = 0
