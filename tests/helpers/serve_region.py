@@ -91,7 +91,12 @@ def serving_process(kind: str, seed: int, size: int, delay: float) -> Iterator[S
     command = [sys.executable, "-m", "tests.helpers.serve_region", kind]
     command += [str(seed), str(size), str(delay)]
     with subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True
+        command,
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     ) as process:
         try:
             assert process.stdout is not None
@@ -121,8 +126,8 @@ def main() -> None:
     transport = make_transport(args.kind, Incarnation(3), pool)
     address = transport.serve(may_read)
     print(address.transport, address.address, address.incarnation, flush=True)
-    while True:
-        time.sleep(60)
+    sys.stdin.read()  # ends with whoever started it, however that ends
+    os._exit(0)
 
 
 if __name__ == "__main__":
