@@ -124,7 +124,7 @@ class StoreClient:
     def check(self) -> None:
         """Raise unless what was got is what was put; forget it."""
         got = self._got_bytes
-        if not np.array_equal(self._source[:got], self._target[:got]):
+        if not got or not np.array_equal(self._source[:got], self._target[:got]):
             raise AssertionError("the store gave other bytes than it was given")
         self._target[:] = 0
 
