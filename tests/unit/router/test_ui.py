@@ -192,7 +192,12 @@ async def test_the_state_of_a_large_fleet_is_bounded() -> None:
     ]
     async with FakeEngine().serving() as a:
         nodes[0] = node("na", a)
-        async with running_router(index=HandIndex(*nodes), health_interval_seconds=60) as router:
+        patient = running_router(
+            index=HandIndex(*nodes),
+            health_interval_seconds=60,
+            health_timeout_seconds=40,  # the one engine that lives is probed among all at once
+        )
+        async with patient as router:
             for at in range(60):
                 for _ in range(2):
                     await ask(router, [at, *PROMPT])
