@@ -19,6 +19,8 @@ from store_daemon.block import Block
 MAX_REMEMBERED = 65536
 """Blocks whose pulls are counted; the ones that were pulled longest ago are forgotten."""
 RUNS_LOOKED_AT = 16
+MOST_GONE = 1024
+"""Blocks that left and are listed yet; more only while there are as many replicas."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +39,16 @@ class _Pulled:
 
 
 class Replicas:
-    """O(1) a call, but `oldest`: O(RUNS_LOOKED_AT). Belongs to the store's event loop."""
+    """O(1) a call on average, `oldest` O(RUNS_LOOKED_AT). Belongs to the store's event loop."""
 
     def __init__(self, limits: ReplicaLimits, clock: Callable[[], float]) -> None:
         self.limits = limits
         self._clock = clock
         self._pulled: OrderedDict[BlockHash, _Pulled] = OrderedDict()
         self._runs: deque[list[Block]] = deque()
+        """None is empty; blocks in them may have left since."""
+        self._listed = 0
+        """Blocks in all runs."""
         self._sizes: dict[Block, int] = {}
         self.bytes = 0
 
@@ -68,13 +73,14 @@ class Replicas:
 
     def begin_run(self) -> list[Block]:
         """The blocks of one pull, root first, for `add`."""
-        run: list[Block] = []
-        self._runs.append(run)
-        return run
+        return []
 
     def add(self, run: list[Block], block: Block) -> None:
         """The next block of a run has landed and is no block of our own."""
+        if not run:  # it is new, or all that it had is gone
+            self._runs.append(run)
         run.append(block)
+        self._listed += 1
         self._sizes[block] = block.dram_bytes
         self.bytes += self._sizes[block]
 
@@ -85,6 +91,8 @@ class Replicas:
         """The block is a replica no more: it left, or is kept. Whether it was one."""
         size = self._sizes.pop(block, None)
         self.bytes -= size or 0
+        if self._listed > 2 * len(self._sizes) + MOST_GONE:
+            self._strike_gone()
         return size is not None
 
     def oldest(self, is_evictable: Callable[[Block], bool]) -> Block | None:
@@ -93,6 +101,7 @@ class Replicas:
             run = self._runs[0]
             while run and run[-1] not in self._sizes:
                 run.pop()
+                self._listed -= 1
             if run and is_evictable(run[-1]):
                 return run[-1]
             if not run:
@@ -106,4 +115,14 @@ class Replicas:
         assert all(block.in_dram for block in self._sizes), "a replica that is not here"
         listed = {block for run in self._runs for block in run}
         assert listed >= set(self._sizes), "a replica that nobody can find"
+        assert all(self._runs), "an empty run is listed"
+        assert self._listed == sum(len(run) for run in self._runs)
+        assert self._listed <= 2 * len(self._sizes) + MOST_GONE
         assert len(self._pulled) <= MAX_REMEMBERED
+
+    def _strike_gone(self) -> None:
+        """Blocks that left by other ways than `oldest` are kept no longer. O(listed), seldom."""
+        for run in self._runs:
+            run[:] = [block for block in run if block in self._sizes]
+        self._runs = deque(run for run in self._runs if run)
+        self._listed = sum(len(run) for run in self._runs)

@@ -9,7 +9,8 @@ import pytest
 
 from emberkv_proto.hashing import checksum
 from emberkv_proto.types import AcquirePolicy, BlockHash, Tier
-from store_daemon.replicas import MAX_REMEMBERED, ReplicaLimits, Replicas
+from store_daemon.replicas import MAX_REMEMBERED, MOST_GONE, ReplicaLimits, Replicas
+from store_daemon.staged_run import StagedRun
 from tests.helpers.store import FakeClock, SmallStore, chain, payload, small_namespace
 
 SPACE = small_namespace(part_bytes=15000)  # three blocks an extent of 64 KiB
@@ -25,7 +26,10 @@ async def small(tmp_path: Path) -> AsyncIterator[SmallStore]:
 
 def arrive(small: SmallStore, hashes: Sequence[BlockHash], parent: BlockHash | None = None) -> int:
     """What a pull does; the number of blocks for which there was room."""
-    room = small.store.replica_arrivals.allot(SPACE, parent, hashes)
+    return land(small, small.store.replica_arrivals.allot(SPACE, parent, hashes), hashes)
+
+
+def land(small: SmallStore, room: StagedRun, hashes: Sequence[BlockHash]) -> int:
     for number, places in enumerate(room.ranges):
         contents = [payload(hashes[number], p, r.length) for p, r in enumerate(places)]
         with small.pool.view() as view:
@@ -150,6 +154,38 @@ async def test_replicas_that_are_being_read_stay_and_go_when_they_can(small: Sma
     small.store.release(session, [lease.id])
     small.store.tick()
     assert small.store.holdings.replicas.surplus_bytes == 0
+
+
+async def test_run_that_lands_after_others_made_room_makes_room_too(small: SmallStore) -> None:
+    set_limits(small, 3)
+    held, slow = chain(SPACE, 2), chain(SPACE, 2, seed=1)
+    arrive(small, held)
+    session = small.open(SPACE)
+    lease = small.store.acquire(session, held, AcquirePolicy.BEST_EFFORT, 0.0)
+    assert lease is not None
+    room = small.store.replica_arrivals.allot(SPACE, None, slow)
+    arrive(small, chain(SPACE, 2, seed=2))
+    land(small, room, slow)
+    small.check_integrity()
+    arrive(small, chain(SPACE, 2, seed=3))
+    arrive(small, chain(SPACE, 2, seed=4))
+    assert not any(in_dram(small, slow)), "nobody finds it any more"
+    small.store.release(session, [lease.id])
+
+
+async def test_blocks_that_left_by_other_ways_are_remembered_no_longer(small: SmallStore) -> None:
+    small.put(small.open(SPACE), chain(SPACE, 4))
+    blocks = list(small.store.holdings.catalog.blocks.values())
+    replicas = Replicas(ReplicaLimits(1 << 30), FakeClock())
+    for number in range(MOST_GONE):
+        run = replicas.begin_run()
+        for block in blocks[: number % 5]:
+            replicas.add(run, block)
+        replicas.check_integrity()
+        for block in blocks:
+            replicas.forget(block)
+    assert len(replicas._runs) <= MOST_GONE // 2
+    replicas.check_integrity()
 
 
 async def test_what_arrives_from_a_followed_node_is_no_replica(small: SmallStore) -> None:
