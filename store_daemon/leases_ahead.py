@@ -39,11 +39,9 @@ class LeasesAhead:
         task = self._ahead
         if task is None:
             return None
-        try:
-            grant = await asyncio.shield(task)
-        finally:
-            if task.done():
-                self._ahead = None
+        await asyncio.wait({task})  # if cancelled here, `close` finds the task, done or not
+        self._ahead = None
+        grant = task.result()
         if grant.grant.usable_blocks == min(
             self._window_blocks, len(self._hashes) - (self._next_block - self._window_blocks)
         ):
