@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,13 +22,9 @@ import numpy.typing as npt
 from client_sdk.index_client import IndexedNode
 from client_sdk.tls import Tls
 from emberkv_proto.errors import (
-    CorruptionError,
     DeadlineError,
     EmberError,
-    InvalidRequestError,
-    LeaseExpiredError,
     PoolFullError,
-    StaleIncarnationError,
     UnavailableError,
 )
 from emberkv_proto.hashing import index_keys
@@ -40,6 +36,7 @@ from store_daemon.peer_client import PeerClient, RemoteGrant
 from store_daemon.peer_health import HealthLimits, PeerHealth
 from store_daemon.peer_transfer import PeerTransfers, TransferLimits
 from store_daemon.ports import Followed, PullTarget
+from store_daemon.pull_failures import failure_reason, is_blamed
 from store_daemon.pull_plan import Owner, PullCosts, choose_owner
 from store_daemon.shared_pulls import SharedPull, SharedPulls
 from store_daemon.transport.base import Peer, Transport, TransportAddress
@@ -202,13 +199,22 @@ class PeerPuller:
         """As `ports.Puller.follow`. The index is not asked: the blocks come as they are made."""
         run = _Run(namespace, target, self._clock() + deadline_seconds)
         with self._running():
-            mine = self._shared.begin(namespace.id, hashes[: self._limits.blocks_per_pull])
-            try:
-                await self._follow(run, followed, parent, hashes, mine)
-            finally:
-                mine.end()
-            self.counters.followed_blocks += len(mine.landed)
-            return len(mine.landed)
+            landed, is_whole = 0, True
+            while is_whole:
+                landed = await self._landed_by_others(run, hashes, landed)
+                wanted = hashes[landed : landed + self._limits.blocks_per_pull]
+                if not wanted or not self._may_go_on(run):
+                    break
+                before = hashes[landed - 1] if landed else parent
+                mine = self._shared.begin(namespace.id, wanted)
+                try:
+                    await self._follow(run, followed, before, wanted, mine)
+                    is_whole = len(mine.landed) == mine.expected
+                finally:
+                    mine.end()
+                self.counters.followed_blocks += len(mine.landed)
+                landed += len(mine.landed)
+            return landed
 
     async def close(self) -> None:
         """Fail pulls in progress, wait for them and their threads, drop all connections."""
@@ -247,17 +253,11 @@ class PeerPuller:
 
     async def _pull(self, run: _Run, parent: BlockHash | None, hashes: Sequence[BlockHash]) -> int:
         landed, owners = 0, 0
-        other: SharedPull | None = None
-        while landed < len(hashes) and self._may_go_on(run):
-            if other is not None and other.has_landed(hashes[landed]):
-                self.counters.shared_blocks += 1
-                landed += 1
-                continue
-            other = self._shared.bringing(run.namespace.id, hashes[landed])
-            if other is not None:
-                await other.moved(run.deadline - self._clock())
-                continue
-            if owners == self._limits.owners_per_pull or not run.has_room:
+        while True:
+            landed = await self._landed_by_others(run, hashes, landed)
+            if landed == len(hashes) or not (self._may_go_on(run) and run.has_room):
+                break
+            if owners == self._limits.owners_per_pull:
                 break
             owners += 1
             before = hashes[landed - 1] if landed else parent
@@ -270,6 +270,20 @@ class PeerPuller:
             landed += len(mine.landed)
             if not was_asked:
                 break
+        return landed
+
+    async def _landed_by_others(self, run: _Run, hashes: Sequence[BlockHash], landed: int) -> int:
+        """How many leading blocks are here when the pulls that bring the next ones have ended."""
+        other: SharedPull | None = None
+        while landed < len(hashes) and self._may_go_on(run):
+            if other is not None and other.has_landed(hashes[landed]):
+                self.counters.shared_blocks += 1
+                landed += 1
+                continue
+            other = self._shared.bringing(run.namespace.id, hashes[landed])
+            if other is None:
+                break
+            await other.moved(run.deadline - self._clock())
         return landed
 
     def _may_go_on(self, run: _Run) -> bool:
@@ -562,27 +576,3 @@ class PeerPuller:
     ) -> None:
         self.counters.failures[reason] += 1
         log.info("pull from %s: %s: %s", node_id or "a peer", reason, error or "gave up")
-
-
-_REASONS: Mapping[type[EmberError], str] = {
-    DeadlineError: "deadline",
-    LeaseExpiredError: "lease",
-    StaleIncarnationError: "incarnation",
-    CorruptionError: "checksum",
-    UnavailableError: "unavailable",
-    InvalidRequestError: "protocol",
-}
-
-
-def failure_reason(error: EmberError) -> str:
-    """The counter of an error; "refused" is a peer that answered with an error of its own."""
-    return next((reason for kind, reason in _REASONS.items() if isinstance(error, kind)), "refused")
-
-
-def is_blamed(
-    error: EmberError, has_landed: bool, waited_seconds: float, blame_seconds: float
-) -> bool:
-    """Whether the breaker counts this. A tight deadline that passed is no failure of the peer."""
-    if isinstance(error, DeadlineError):
-        return not has_landed and waited_seconds >= blame_seconds
-    return isinstance(error, UnavailableError | InvalidRequestError | CorruptionError)

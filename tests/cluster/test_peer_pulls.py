@@ -6,7 +6,7 @@ import asyncio
 import socket
 import time
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -470,6 +470,43 @@ async def test_pull_waits_for_blocks_that_are_followed(here: Here) -> None:
     assert await pulling == len(wanted)
     assert await following == BLOCKS
     assert here.puller.counters.pulled_blocks == BLOCKS
+
+
+async def test_two_that_follow_the_same_prompt_both_see_all_of_it_come(here: Here) -> None:
+    here.owner.store.forget(here.hashes)
+    first = asyncio.create_task(follow(here))
+    await asyncio.sleep(0.05)
+    second = asyncio.create_task(follow(here))
+    await asyncio.sleep(0.05)
+    assert not second.done()
+    here.owner.store.put(here.hashes)
+    assert (await first, await second) == (BLOCKS, BLOCKS)
+    assert here.puller.counters.pulled_blocks == BLOCKS, "a block came twice"
+    assert not here.failures
+
+
+async def test_follower_goes_on_alone_when_the_one_before_it_is_called_off(here: Here) -> None:
+    here.owner.store.forget(here.hashes)
+    first = asyncio.create_task(follow(here))
+    await asyncio.sleep(0.05)
+    second = asyncio.create_task(follow(here))
+    await asyncio.sleep(0.05)
+    here.owner.store.put(here.hashes[:10])
+    while len(here.target.landed) < 10:  # noqa: ASYNC110
+        await asyncio.sleep(0.005)
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    here.owner.store.put(here.hashes[10:])
+    assert await second == BLOCKS
+    assert here.puller.counters.pulled_blocks == BLOCKS
+
+
+async def test_prompt_of_more_blocks_than_one_pull_takes_is_followed_to_its_end(
+    here: Here,
+) -> None:
+    here.puller._limits = replace(here.puller._limits, blocks_per_pull=16)
+    assert await follow(here) == BLOCKS
+    assert here.puller.counters.followed_blocks == BLOCKS
 
 
 async def test_close_ends_what_is_followed(here: Here) -> None:
