@@ -13,6 +13,11 @@ from emberkv_proto.convert import hashes_to_wire
 from emberkv_proto.types import BlockHash, NamespaceId, NodeId
 from emberkv_proto.v1 import store_pb2, store_pb2_grpc
 
+MAX_SECONDS = 600.0
+"""The longest deadline that daemons take; a longer one is cut to it."""
+ANSWER_SECONDS = 1.0
+"""Beyond its deadline a prefetch that has ended is told of for so long."""
+
 
 @dataclass(frozen=True, slots=True)
 class HintedSource:
@@ -54,10 +59,11 @@ class HintClient:
         Raises:
             EmberError: what the daemon raised; UnavailableError or DeadlineError when it is away.
         """
+        seconds = min(deadline_seconds, MAX_SECONDS)
         request = store_pb2.HintRequest(
             namespace_id=namespace_id,
             hashes=hashes_to_wire(hashes),
-            deadline_seconds=deadline_seconds,
+            deadline_seconds=seconds,
             source_node_id=source.node_id if source is not None else "",
             patience_seconds=source.patience_seconds if source is not None else 0.0,
         )
@@ -65,10 +71,11 @@ class HintClient:
         if channel is None:
             channel = self._channels[address] = open_channel(address, self._tls, CHANNEL_OPTIONS)
         stub = store_pb2_grpc.HintsStub(channel)  # type: ignore[no-untyped-call]
-        call = stub.Prefetch(request, timeout=deadline_seconds)
+        call = stub.Prefetch(request, timeout=seconds + ANSWER_SECONDS)
         try:
             async for said in call:
-                yield HintProgress(said.scheduled_blocks, said.readable_blocks, said.is_done)
+                readable = min(said.readable_blocks, len(hashes))
+                yield HintProgress(said.scheduled_blocks, readable, said.is_done)
         except grpc.aio.AioRpcError as error:
             raise ember_error(error, f"daemon {address}") from None
         finally:

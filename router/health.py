@@ -12,6 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
+FAILED_STATUSES = frozenset({502, 503, 504})
+"""By which an engine, or what stands before it, says that it cannot serve."""
+
 
 class HealthState(str, Enum):
     UNKNOWN = "unknown"

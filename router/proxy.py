@@ -25,6 +25,7 @@ from router.decision import (
 )
 from router.engines import Engine
 from router.forwarding import client_head, request_id, upstream_request
+from router.health import FAILED_STATUSES
 from router.hints import Hinter
 from router.hit_counts import count_hits
 from router.http_message import Request, Response, error_response
@@ -52,7 +53,6 @@ from router.waiting import BadPriorityError, read_priority
 
 RETRY_BURST = 100
 """Retries that may be made at once, however few requests came before."""
-RETRIED_STATUSES = frozenset({502, 503, 504})
 MOST_UNEXPLAINED_TOKENS = 64
 """How far a hit may be from the predicted one to be taken for it: engines count in whole blocks."""
 PRIORITY_HEADER = b"x-emberkv-priority"
@@ -320,7 +320,7 @@ class Proxy:
                 text = f"engine {engine.name}: {error}"
                 return _Failure(error_response(502, text), type(error).__name__)
             status = exchange.head.status
-            if status in RETRIED_STATUSES:
+            if status in FAILED_STATUSES:
                 engine.health.request_failed(self._loop.time())
                 self._metrics.upstream_errors.labels(engine.name, str(status)).inc()
                 if self._may_retry(attempt):

@@ -24,6 +24,7 @@ from router.decision import Chooser, Decision, Plan, Scored
 from router.engine_client import EngineClient
 from router.engines import Engine
 from router.forwarding import upstream_request
+from router.health import FAILED_STATUSES
 from router.hints import Hint, Hinter
 from router.http_message import Request
 from router.load import LoadLedger
@@ -41,7 +42,8 @@ MAX_PATIENCE_SECONDS = 600.0
 @dataclass(frozen=True, slots=True)
 class RemoteLimits:
     """Seconds: for the whole prefill; how long the decode node waits for the prefill node's next
-    block; how long the decode engine is kept waiting for the last blocks."""
+    block; how long the decode engine is kept waiting for the last blocks, or, when these are there,
+    for the prefill engine's answer."""
 
     prefill_seconds: float
     patience_seconds: float
@@ -138,6 +140,13 @@ class RemotePrefill:
                 # The way to the decode node is cut: what is computed now comes too late for it.
                 self._metrics.remote_prefills.labels("cut").inc()
                 return
+            if not prefilling.done() and hint.is_over:
+                # All is there: the answer tells only how long the prefill took.
+                await asyncio.wait({prefilling}, timeout=self._limits.handover_seconds)
+                if not prefilling.done():
+                    self._metrics.remote_prefills.labels("unanswered").inc()
+                    self._metrics.handover_blocks.labels("during").inc(during)
+                    return
             if await prefilling:
                 self._metrics.handover_blocks.labels("during").inc(during)
                 waiting = self._clock()
@@ -166,6 +175,9 @@ class RemotePrefill:
             if answer.status != 200:
                 self._metrics.remote_prefills.labels("refused").inc()
                 log.info("prefill on %s: status %d", engine.name, answer.status)
+                if answer.status in FAILED_STATUSES:
+                    self._metrics.upstream_errors.labels(engine.name, str(answer.status)).inc()
+                    engine.health.request_failed(self._clock())
                 return False
             engine.health.request_succeeded()
             self._metrics.remote_prefills.labels("done").inc()

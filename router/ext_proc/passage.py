@@ -14,10 +14,11 @@ from types import TracebackType
 from router import usage
 from router.decision import Chooser, Decision, Plan
 from router.engines import Engine
+from router.health import FAILED_STATUSES
 from router.hit_counts import count_hits
 from router.load import Charge, LoadLedger
 from router.metrics import RouterMetrics
-from router.proxy import RETRIED_STATUSES, work_until_first_byte
+from router.proxy import work_until_first_byte
 from router.relay import KEPT_STREAM_PIECES
 from router.scoring import attention_pairs
 from router.speeds import SpeedBook
@@ -106,7 +107,7 @@ class Passage:
         self._is_stream = content_type.lower().startswith(b"text/event-stream")
         self._kept = deque(maxlen=KEPT_STREAM_PIECES if self._is_stream else None)
         self._metrics.requests.labels(self.engine.name, str(status)).inc()
-        if status in RETRIED_STATUSES:
+        if status in FAILED_STATUSES:
             self.engine.health.request_failed(now)
             self._metrics.upstream_errors.labels(self.engine.name, str(status)).inc()
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ import pytest_asyncio
 from emberkv_proto.hashing import block_hashes
 from emberkv_proto.types import EngineInfo, NamespaceId, NodeId
 from router.remote_prefill import one_token
+from store_daemon.hint_server import MAX_HINT_SECONDS
 from tests.helpers.fake_engine import (
     COMPLETION,
     FakeEngine,
@@ -58,6 +59,12 @@ class Site:
 
 @pytest_asyncio.fixture
 async def site() -> AsyncIterator[Site]:
+    async with running_site(handover_seconds=5.0) as site:
+        yield site
+
+
+@asynccontextmanager
+async def running_site(**settings: Any) -> AsyncIterator[Site]:
     async with AsyncExitStack() as stack:
         prefill = await stack.enter_async_context(FakeEngine().serving())
         decode = await stack.enter_async_context(FakeEngine().serving())
@@ -74,8 +81,8 @@ async def site() -> AsyncIterator[Site]:
             running_router(
                 index=HandIndex(*nodes),
                 remote_prefill_tokens=100,
-                handover_seconds=5.0,
                 prefetch_hints=False,
+                **settings,
             )
         )
         yield Site(prefill, decode, daemon, nodes, router)
@@ -165,6 +172,48 @@ async def test_prefill_engine_that_refuses_costs_no_error(site: Site) -> None:
     await site.router.settled()
 
 
+async def test_prefill_engine_that_keeps_failing_is_asked_no_more() -> None:
+    async with running_site(handover_seconds=5.0, breaker_open_seconds=60.0) as site:
+        site.prefill.completion = answer({"error": {"message": "overloaded"}}, 503)
+        for number in range(10):
+            body = {**BODY, "prompt": [number, *PROMPT]}
+            assert (await request(site.router.port, "/v1/completions", body)).status == 200
+        assert site.decided("no_engine") >= 5
+        await site.router.settled()
+
+
+async def test_prefill_engine_whose_answer_is_garbage_costs_no_error(site: Site) -> None:
+    site.daemon.go_on.set()
+    usage = {"prompt_tokens": -1, "prompt_tokens_details": {"cached_tokens": 1 << 80}}
+    answers: list[Any] = [[], {"usage": []}, {"usage": usage}]
+    for said in answers:
+        site.prefill.completion = answer(said)
+        got = await request(site.router.port, "/v1/completions", BODY)
+        assert (got.status, got.headers["x-emberkv-engine"]) == (200, "decode")
+    await site.router.settled()
+
+
+async def test_prefill_engine_that_stops_when_all_blocks_came_is_waited_for_shortly() -> None:
+    async with running_site(handover_seconds=0.2) as site:
+        site.prefill.completion = hang()
+        site.daemon.readable = len(HASHES)
+        site.daemon.go_on.set()
+        got = await request(site.router.port, "/v1/completions", BODY)
+        assert (got.status, got.headers["x-emberkv-hit-tokens"]) == (200, "400")
+        assert site.count("unanswered") == 1
+        await asyncio.wait_for(site.prefill.aborted.wait(), 10)
+        await site.router.settled()
+
+
+async def test_daemon_that_claims_more_blocks_than_the_chain_has_is_not_believed(
+    site: Site,
+) -> None:
+    site.daemon.readable = 1 << 30
+    site.daemon.go_on.set()
+    got = await request(site.router.port, "/v1/completions", BODY)
+    assert (got.status, got.headers["x-emberkv-hit-tokens"]) == (200, "400")
+
+
 async def test_prefill_is_given_up_when_its_blocks_cannot_reach_the_decode_node(
     site: Site,
 ) -> None:
@@ -197,3 +246,11 @@ async def test_engines_on_one_node_need_no_handover(site: Site) -> None:
     assert (got.status, got.headers["x-emberkv-hit-tokens"]) == (200, "400")
     assert len(site.prefill.requests) == 1
     assert not site.daemon.hints
+
+
+async def test_daemon_is_not_asked_for_longer_than_it_takes() -> None:
+    async with running_site(response_seconds=900.0) as site:
+        site.daemon.go_on.set()
+        assert (await request(site.router.port, "/v1/completions", BODY)).status == 200
+        (hint,) = site.daemon.hints
+        assert hint.request.deadline_seconds == MAX_HINT_SECONDS
