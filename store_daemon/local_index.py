@@ -186,13 +186,15 @@ class LocalIndex:
             _forget(batch, row)
         self._write(batch)
 
-    def mark_sealed(self, segment: int, rows: int) -> None:
-        """The footer of `segment` holds its `rows` live rows now; they leave the database.
+    def mark_sealed(self, segment: int, rows: int, gone: Sequence[SsdRow] = ()) -> None:
+        """The footer of `segment` holds `rows` rows now; they leave the database.
 
-        Covers the segment as `mark_covered` does.
+        Those of them that are `gone` count no more. Covers the segment as `mark_covered` does.
         """
         batch = WriteBatch(raw_mode=True)
         _seal(batch, segment, rows)
+        for row in gone:
+            _forget(batch, row)
         self._cover(batch, segment)
         self._write(batch)
 

@@ -160,12 +160,13 @@ class LiveRows:
                 self._live.add(row)
         return list(newest.values())
 
-    def note_sealed(self, segment: Segment) -> None:
-        """Its footer holds its live rows now."""
+    def note_sealed(self, segment: Segment, rows: Sequence[SsdRow]) -> None:
+        """Its footer holds `rows`: what was live when it was begun."""
         with self.mutex:
+            gone = [row for row in rows if row not in self._live]  # forgotten since
             try:
                 self._forget_in_index()
-                self._index.mark_sealed(segment.number, self._live.count(segment.number))
+                self._index.mark_sealed(segment.number, len(rows), gone)
                 segment.is_sealed = True
             except OSError as error:  # the next start reads the footer
                 self.index_failed(error)

@@ -132,7 +132,7 @@ class SegmentWriter:
             if not rows:
                 drive.remove(segment.number)
             if has_footer:
-                self._rows.note_sealed(segment)
+                self._rows.note_sealed(segment, rows)
             else:
                 self._rows.note_ended(segment.number)
 

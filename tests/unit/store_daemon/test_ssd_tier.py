@@ -19,10 +19,10 @@ import pytest
 from emberkv_proto.errors import CorruptionError, IntegrityError, PreflightError
 from store_daemon.config import SsdSection
 from store_daemon.local_index import LocalIndex
-from store_daemon.tiers import segment_file, segments
+from store_daemon.tiers import open_segment, segment_file, segments
 from store_daemon.tiers.open_segment import SsdRecord
 from store_daemon.tiers.segment_file import aligned_memory, read_fully, write_fully
-from store_daemon.tiers.ssd import OK, SsdFailure, SsdTier
+from store_daemon.tiers.ssd import OK, SsdFailure, SsdRow, SsdTier
 from tests.helpers.ssd import (
     NODE,
     SEGMENT_BYTES,
@@ -125,6 +125,28 @@ def test_forgotten_rows_stay_forgotten_after_a_restart(tmp_path: Path) -> None:
         s.tier.forget(rows[:4])
     with store(tmp_path) as s:
         assert set(s.tier.recovered_rows()) == set(rows[5::2])
+
+
+def test_rows_forgotten_while_their_segment_gets_its_footer_stay_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Values of Redis clients are forgotten from another thread than the one that writes."""
+    with store(tmp_path) as s:
+        rows = stored(s.tier.append([record(n) for n in range(1, 5)]))
+        seal = open_segment.seal_segment
+
+        def seal_and_forget(fd: int, number: int, footer: Sequence[SsdRow], end: int) -> int:
+            assert rows[1] in footer
+            size = seal(fd, number, footer, end)
+            s.tier.forget(rows[1:3])
+            return size
+
+        monkeypatch.setattr(open_segment, "seal_segment", seal_and_forget)
+        s.tier._writer.seal_open()
+        monkeypatch.undo()
+        s.tier.check_integrity()
+    with store(tmp_path) as s:
+        assert s.tier.recovered_rows() == [rows[0], rows[3]]
 
 
 def unaligned(number: int) -> SsdRecord:
