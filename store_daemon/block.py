@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from store_daemon.tiers.ssd import SsdRow
 
 
+VALUES_FAMILY = "resp"
+"""Engine family of the namespaces of values that clients replace and delete."""
 PINNED = 1
 """Bit of `Block.stays`: an operator's pin lies on it."""
 UNWRITTEN = 2

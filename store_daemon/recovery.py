@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from emberkv_proto.errors import CorruptionError
+from emberkv_proto.types import NamespaceId
 from store_daemon.local_index import IndexContent
 from store_daemon.tiers import segments
 from store_daemon.tiers.row_table import RowTable
@@ -42,6 +43,15 @@ class FoundSegment:
     """Whether its footer holds all of its rows."""
     gone: tuple[SsdRow, ...]
     """Rows of the footer that the index must be told do not count."""
+
+    def without(self, namespaces: Iterable[NamespaceId]) -> FoundSegment:
+        """The segment with the rows of these namespaces among those that are gone."""
+        ids = np.ascontiguousarray(self.rows.packed["namespace_id"]).view("<u8").reshape(-1, 2)
+        is_out = np.zeros(len(self.rows), np.bool_)
+        for namespace_id in namespaces:
+            is_out |= (ids == np.frombuffer(namespace_id, "<u8")).all(axis=1)
+        gone = (*self.gone, *self.rows.take(is_out)) if is_out.any() else self.gone
+        return replace(self, rows=self.rows.take(~is_out), gone=gone)
 
 
 @dataclass(frozen=True, slots=True)

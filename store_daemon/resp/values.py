@@ -23,7 +23,7 @@ from emberkv_proto.hashing import RunningChecksum
 from emberkv_proto.layout import Group, GroupKind, Namespace
 from emberkv_proto.shm_layout import ALIGNMENT, align_up
 from emberkv_proto.types import SALT_ID_BYTES, AcquirePolicy, BlockHash, SaltId
-from store_daemon.block import Block
+from store_daemon.block import VALUES_FAMILY, Block
 from store_daemon.leases import Lease
 from store_daemon.sessions import Session
 from store_daemon.store import BlockStore
@@ -31,8 +31,6 @@ from store_daemon.tenants import Quota, Tenant
 from store_daemon.tiers.slots import Slot
 from store_daemon.tiers.ssd import SsdRow
 
-FAMILY = "resp"
-"""Engine family of the namespaces of values."""
 _HEADER = struct.Struct("<4sIQ")
 _MAGIC = b"EKV1"
 HEADER_BYTES = _HEADER.size
@@ -143,7 +141,8 @@ class ValueShelf:
         outgoing = Outgoing(self._hash(key))
         self._open(outgoing)
         counters = self.store.holdings.counters
-        counters["resp_hits" if outgoing.view or outgoing.is_waiting else "resp_misses"] += 1
+        is_known = outgoing.view is not None or outgoing.is_waiting
+        counters["resp_hits" if is_known else "resp_misses"] += 1
         return outgoing
 
     async def bring(self, outgoing: Outgoing) -> None:
@@ -292,7 +291,7 @@ class ValueShelf:
 
     def _is_ours(self, block: Block) -> bool:
         namespace = block.namespace.namespace
-        return namespace.engine_family == FAMILY and namespace.isolation_domain == self.name
+        return namespace.engine_family == VALUES_FAMILY and namespace.isolation_domain == self.name
 
     def _find(self, block_hash: BlockHash) -> Block | None:
         catalog = self.store.holdings.catalog
@@ -367,12 +366,12 @@ def size_of(byte_count: int, largest_payload: int) -> int:
 
 def _namespace(name: str, payload_bytes: int) -> Namespace:
     return Namespace(
-        model=FAMILY,
+        model=VALUES_FAMILY,
         weights_id="values",
         kv_dtype="bytes",
         layout_fingerprint="resp-value-1",
         block_tokens=1,
         groups=(Group(GroupKind.FULL, 1, payload_bytes),),
-        engine_family=FAMILY,
+        engine_family=VALUES_FAMILY,
         isolation_domain=name,
     )

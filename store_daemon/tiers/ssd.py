@@ -37,7 +37,7 @@ from store_daemon.tiers.scrub import Scrubber, ScrubStep
 from store_daemon.tiers.segment_file import aligned_memory, direct_flag, read_record
 from store_daemon.tiers.segment_writer import SegmentWriter
 from store_daemon.tiers.segments import PAGE_BYTES, RowKey, SsdRow
-from store_daemon.tiers.start import StartedTier, start_drives
+from store_daemon.tiers.start import StartedTier, current, start_drives
 
 _log = logging.getLogger(__name__)
 
@@ -64,6 +64,7 @@ class SsdTier:
         """Use `open()`."""
         self._config = config
         self._node_id = index.node_id
+        self._index = index
         self._clock = clock
         self._writing_lock = threading.Lock()
         self._free_pages: deque[memoryview] = deque()
@@ -424,7 +425,7 @@ class SsdTier:
                 found = drive.recover(IndexContent(), 0, taken)
                 highest = max(self._writer.next_number - 1, found.highest_number)
                 self._writer.next_number = highest + 1
-                rows = self._rows.take(found.segments, highest)
+                rows = self._rows.take(current(found.segments, self._index), highest)
         except (OSError, PreflightError) as error:
             with self._rows.mutex:
                 drive.detach()

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from emberkv_proto.errors import PreflightError
+from store_daemon.block import VALUES_FAMILY
 from store_daemon.config import SsdSection
 from store_daemon.local_index import LocalIndex
 from store_daemon.recovery import FoundSegment
@@ -90,7 +91,7 @@ def _start(drives: tuple[Drive, ...], index: LocalIndex, now: float) -> StartedT
             drive.failed(error, now)
             continue
         taken |= drive.segments.keys()
-        found_segments += found.segments
+        found_segments += found.segments if has_rows else current(found.segments, index)
         highest = max(highest, found.highest_number)
         corrupt += found.corrupt_segments
         torn += found.torn_records
@@ -107,6 +108,20 @@ def _start(drives: tuple[Drive, ...], index: LocalIndex, now: float) -> StartedT
         if drive.is_attached and drive.id is not None:
             index.put_drive(drive.id, KnownDrive(drive.path, has_rows=True))
     return StartedTier(drives, expected, plan.rows, highest, corrupt, torn, plan.rows_dropped)
+
+
+def current(found: Iterable[FoundSegment], index: LocalIndex) -> list[FoundSegment]:
+    """What of segments that were out of sight cannot be out of date.
+
+    Blocks are what they were. Values may have been replaced or deleted meanwhile, and which of them
+    were so before is not known either: none of them counts.
+    """
+    values = [
+        namespace_id
+        for namespace_id, namespace in index.namespaces().items()
+        if namespace.engine_family == VALUES_FAMILY
+    ]
+    return [segment.without(values) for segment in found]
 
 
 def _is_of_the_drive(error: Exception) -> bool:

@@ -126,7 +126,9 @@ async def small_door(
 
     With `token_mode`, clients need TOKEN, and its file has this mode.
     """
-    options = {key: settings.pop(key) for key in ("extents", "ssd_segments") if key in settings}
+    options = {
+        key: settings.pop(key) for key in ("extents", "ssd_segments", "ssd") if key in settings
+    }
     small = SmallStore(directory, **options)
     small.store.start()
     path, token = directory / "resp.sock", None

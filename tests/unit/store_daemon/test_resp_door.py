@@ -11,12 +11,13 @@ from pydantic import ValidationError
 
 from emberkv_proto.errors import ConfigError, PreflightError
 from emberkv_proto.types import Tier
-from store_daemon.config import RespSection
+from store_daemon.config import RespSection, SsdSection
 from store_daemon.resp import connection
-from store_daemon.resp.values import HEADER_BYTES, size_of
+from store_daemon.resp.values import HEADER_BYTES, ValueShelf, size_of
 from tests.helpers.resp import (
     TOKEN,
     ReplyError,
+    RespClient,
     SmallDoor,
     request,
     small_door,
@@ -155,6 +156,67 @@ async def test_an_old_row_does_not_come_back_beside_a_newer_value_in_dram(tmp_pa
         served.small.index.put_rows([row])
     async with small_door(tmp_path) as served, talk(served) as client:
         assert await client.ask("GET", "k") == b"new"
+
+
+KEYS = [f"k{number}" for number in range(12)]
+
+
+def two_drives(directory: Path) -> SsdSection:
+    return SsdSection(
+        paths=(directory / "a", directory / "b"),
+        capacity_bytes=24 * 65536,
+        segment_bytes=65536,
+        direct_io=False,
+    )
+
+
+async def _fill_two_drives(served: SmallDoor, client: RespClient) -> None:
+    for key in KEYS:
+        await client.ask("SET", key, value_of((key, "old"), 30000))
+        await _until_saved(served)
+    ssd = served.small.ssd
+    assert ssd is not None
+    rows = ssd.recovered_rows()
+    assert {ssd.segment_path(row).parent.name for row in rows} == {"a", "b"}
+
+
+async def _replace_and_delete(client: RespClient) -> None:
+    assert await client.ask("SET", KEYS[0], "new") == "OK"
+    assert await client.ask("SET", KEYS[1], "new") == "OK"
+    await client.ask("DEL", *KEYS[2:])
+
+
+async def test_a_drive_that_was_away_does_not_bring_old_values_back(tmp_path: Path) -> None:
+    ssd = two_drives(tmp_path)
+    async with small_door(tmp_path, ssd=ssd) as served, talk(served) as client:
+        await _fill_two_drives(served, client)
+        tier, clock = served.small.ssd, served.small.clock
+        assert tier is not None
+        (tmp_path / "a").rename(tmp_path / "away")
+        for drive in tier._drives:
+            drive.is_doubted = True
+        await until(lambda: tier.state != "ok")
+        await _replace_and_delete(client)
+        (tmp_path / "away").rename(tmp_path / "a")
+        clock.now += 60
+        await until(lambda: tier.state == "ok")
+        assert await client.ask("MGET", *KEYS) == [b"new", b"new", *[None] * 10]
+    async with small_door(tmp_path, ssd=ssd) as served, talk(served) as client:
+        assert await client.ask("MGET", *KEYS) == [b"new", b"new", *[None] * 10]
+
+
+async def test_a_drive_that_was_away_for_a_whole_life_brings_no_old_values_back(
+    tmp_path: Path,
+) -> None:
+    ssd = two_drives(tmp_path)
+    async with small_door(tmp_path, ssd=ssd) as served, talk(served) as client:
+        await _fill_two_drives(served, client)
+    (tmp_path / "a").rename(tmp_path / "away")
+    async with small_door(tmp_path, ssd=ssd) as served, talk(served) as client:
+        await _replace_and_delete(client)
+        (tmp_path / "away").rename(tmp_path / "a")
+    async with small_door(tmp_path, ssd=ssd) as served, talk(served) as client:
+        assert await client.ask("MGET", *KEYS) == [b"new", b"new", *[None] * 10]
 
 
 async def test_a_value_that_is_too_long_is_refused_and_the_connection_lives(tmp_path: Path) -> None:
@@ -361,6 +423,43 @@ async def test_a_request_that_fails_here_ends_its_connection_only(
         assert await other.ask("GET", "k") is None
         assert served.count("resp_failed_requests") == 1
         assert "a redis client's request failed" in caplog.text
+
+
+@pytest.mark.parametrize("words", [("GET", "k"), ("SET", "k", "new"), ("DEL", "k")])
+async def test_work_that_fails_ends_its_connection_instead_of_leaving_it_without_a_reply(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    words: tuple[str, ...],
+) -> None:
+    async def fail(*_: object) -> None:
+        raise RuntimeError("broken")
+
+    async with small_door(tmp_path) as served, talk(served) as one, talk(served) as other:
+        assert await one.ask("SET", "k", "old") == "OK"
+        await _until_saved(served)
+        (block,) = served.small.store.holdings.catalog.blocks.values()
+        served.small.store.holdings.evict(block)
+        served.small.store.holdings.publish()
+        for name in ("wait", "forgotten"):
+            owner = served.small.store if name == "wait" else ValueShelf
+            monkeypatch.setattr(owner, name, fail)
+        one.send(*words)
+        assert await one.is_ended()
+        monkeypatch.undo()
+        assert served.count("resp_failed_requests") == 1
+        assert "broken" in caplog.text
+        served.check()
+        wanted = {"GET": b"old", "SET": b"new", "DEL": None}[words[0]]
+        assert await other.ask("GET", "k") == wanted
+        assert not list(served.small.store.lender.leases)
+
+
+async def test_an_empty_value_counts_as_known(tmp_path: Path) -> None:
+    async with small_door(tmp_path) as served, talk(served) as client:
+        await client.ask("SET", "empty", b"")
+        assert await client.ask("MGET", "empty", "no") == [b"", None]
+        assert (served.count("resp_hits"), served.count("resp_misses")) == (1, 1)
 
 
 def test_slots_waste_no_more_than_a_sixteenth_or_a_page() -> None:
