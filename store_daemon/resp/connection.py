@@ -181,10 +181,7 @@ class Connection(asyncio.BufferedProtocol):
         try:
             self._take_turn()
         except Exception:
-            # Ours to repair, but no reason to fail the other clients.
-            log.exception("a redis client's request failed")
-            self._shelf.store.holdings.counters["resp_failed_requests"] += 1
-            self.abort()
+            self._failed()
         finally:
             self._shelf.publish()
 
@@ -320,8 +317,18 @@ class Connection(asyncio.BufferedProtocol):
         task.add_done_callback(self._tasks.discard)
 
     async def _do(self, work: Work) -> None:
-        await work
-        self._go_on_soon()
+        try:
+            await work
+        except Exception:
+            self._failed()  # or the client would wait for its reply, and all behind it, for ever
+        else:
+            self._go_on_soon()
+
+    def _failed(self) -> None:
+        """Ours to repair, but no reason to fail the other clients."""
+        log.exception("a redis client's request failed")
+        self._shelf.store.holdings.counters["resp_failed_requests"] += 1
+        self.abort()
 
 
 def _bulk(view: memoryview) -> bytes:
