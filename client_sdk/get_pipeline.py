@@ -6,6 +6,7 @@ its begin only, and nothing is held longer than it takes to copy two batches.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from client_sdk.borrowed import Buffer, pack_hashes, whole_parts
 from client_sdk.connection import Connection
 from client_sdk.session import Pending, Session
 from client_sdk.sync_borrowed import Lease
-from emberkv_proto.errors import InvalidRequestError
+from emberkv_proto.errors import EmberError, InvalidRequestError
 from emberkv_proto.types import AcquirePolicy, BlockHash
 from emberkv_proto.v1 import store_pb2
 from emberkv_proto.wire import Method
@@ -89,7 +90,8 @@ class GetPipeline:
                     break
         finally:
             while self._asked and session.is_alive:
-                self._take(session).__exit__(None, None, None)
+                with contextlib.suppress(EmberError):  # what was copied stays good
+                    self._take(session).__exit__(None, None, None)
             self._asked.clear()  # what a lost session held is free
         return done
 

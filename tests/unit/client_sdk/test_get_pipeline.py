@@ -13,7 +13,8 @@ from client_sdk import SyncClient, get_pipeline
 from client_sdk.get_pipeline import GetPipeline
 from emberkv_proto.errors import EmberError, InvalidRequestError, UnavailableError
 from emberkv_proto.types import AcquirePolicy, BlockHash
-from emberkv_proto.wire import Method
+from emberkv_proto.v1 import common_pb2
+from emberkv_proto.wire import HEADER, Method, pack_frame, unpack_header
 from tests.helpers.fake_daemon import FakeDaemon, Fault
 from tests.unit.client_sdk.test_async_client import NAMESPACE, PART_BYTES
 
@@ -150,6 +151,23 @@ def test_who_is_interrupted_while_copying_gives_everything_back(
     with pytest.raises(KeyboardInterrupt):
         client.get(CHAIN, bytearray(len(written)))
     check_nothing_is_held(client, daemon)
+
+
+def test_trouble_with_a_batch_that_is_not_needed_any_more_costs_nothing(
+    client: SyncClient, daemon: FakeDaemon, written: bytes
+) -> None:
+    """The first batch ends the hit; the second one was asked for all the same."""
+    detail = common_pb2.ErrorDetail(code=1, type="PoolFullError", message="all is leased")
+
+    def refuse(frame: bytes) -> bytes:
+        request_id = unpack_header(memoryview(frame)[: HEADER.size]).request_id
+        return pack_frame(Method.ACQUIRE, request_id, detail.SerializeToString(), 1)
+
+    daemon.faults[Method.ACQUIRE] = nth(2, refuse)
+    target = bytearray(4 * PART_BYTES)
+    assert client.get([CHAIN[0], BlockHash(b"?" * 32), *CHAIN[2:4]], target) == 1
+    assert target[:PART_BYTES] == written[:PART_BYTES]
+    assert client.is_connected
 
 
 def test_a_get_holds_nothing_when_it_has_ended(client: SyncClient, written: bytes) -> None:
