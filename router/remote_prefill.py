@@ -152,7 +152,8 @@ class RemotePrefill:
                 waiting = self._clock()
                 await asyncio.wait({coming}, timeout=self._limits.handover_seconds)
                 self._metrics.handover_seconds.observe(self._clock() - waiting)
-                self._metrics.handover_blocks.labels("after").inc(hint.readable_blocks - during)
+                after = max(0, hint.readable_blocks - during)  # fewer: some have left again
+                self._metrics.handover_blocks.labels("after").inc(after)
         finally:
             for task in (prefilling, coming):
                 task.cancel()

@@ -35,6 +35,7 @@ class FakeHints(store_pb2_grpc.HintsServicer):
         self.hints: list[TakenHint] = []
         self.came = asyncio.Event()
         self.go_on = asyncio.Event()
+        self.readable_at_first = 0
         self.readable = 0
         self.fails = False
         self.address = ""
@@ -48,7 +49,11 @@ class FakeHints(store_pb2_grpc.HintsServicer):
         try:
             if self.fails:
                 await context.abort(grpc.StatusCode.UNAVAILABLE, "not today")
-            await context.write(store_pb2.HintProgress(scheduled_blocks=len(hint.hashes)))
+            await context.write(
+                store_pb2.HintProgress(
+                    scheduled_blocks=len(hint.hashes), readable_blocks=self.readable_at_first
+                )
+            )
             await self.go_on.wait()
             await context.write(
                 store_pb2.HintProgress(

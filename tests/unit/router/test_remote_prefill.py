@@ -205,6 +205,24 @@ async def test_prefill_engine_that_stops_when_all_blocks_came_is_waited_for_shor
         await site.router.settled()
 
 
+async def test_blocks_that_leave_the_decode_node_again_cost_no_error(site: Site) -> None:
+    whole = answer(COMPLETION)
+
+    async def when_some_came(got: FakeRequest, writer: asyncio.StreamWriter) -> bool:
+        await site.daemon.came.wait()
+        await asyncio.sleep(0.2)
+        asyncio.get_running_loop().call_later(0.2, site.daemon.go_on.set)
+        return await whole(got, writer)
+
+    site.prefill.completion = when_some_came
+    site.daemon.readable_at_first, site.daemon.readable = 60, 10
+    got = await request(site.router.port, "/v1/completions", BODY)
+    assert (got.status, got.headers["x-emberkv-hit-tokens"]) == (200, "40")
+    assert site.router.counter("handover_blocks_total", when="during") == 60
+    assert site.router.counter("handover_blocks_total", when="after") == 0
+    await site.router.settled()
+
+
 async def test_daemon_that_claims_more_blocks_than_the_chain_has_is_not_believed(
     site: Site,
 ) -> None:
