@@ -100,9 +100,10 @@ class EmberHiCache(HiCacheStorage):  # type: ignore[misc]
             pages.page_bytes,
         )
         self.close()
+        seeker = self._client(shape, "look up", None)
         loader = self._client(shape, "load", self._engine_info(shape))
         saver = self._client(shape, "save", None)
-        transfer = PageTransfer(loader, saver, self._settings, self.stats)
+        transfer = PageTransfer(seeker, loader, saver, self._settings, self.stats)
         try:
             transfer.connect()
         except UnavailableError as error:

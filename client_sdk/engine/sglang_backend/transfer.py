@@ -1,6 +1,7 @@
 """Pages between SGLang's host pool and the store's slots, one batch of a chain at a time.
 
-SGLang calls from threads of its own, which may wait: one looks up, one loads, one saves. Each call
+SGLang calls from threads of its own, which may wait: one looks up, one loads, one saves. Each has
+a client of its own, since who waits for blocks keeps a client's other callers waiting. Each call
 ends by its deadlines, and a daemon that is away, stopped or another than before is a miss.
 """
 
@@ -33,12 +34,13 @@ class PageTransfer:
 
     def __init__(
         self,
+        seeker: SyncClient,
         loader: SyncClient,
         saver: SyncClient,
         settings: BackendSettings,
         stats: BackendStats,
     ) -> None:
-        self._loader, self._saver = loader, saver
+        self._seeker, self._loader, self._saver = seeker, loader, saver
         self._settings, self._stats = settings, stats
 
     def connect(self) -> None:
@@ -48,8 +50,8 @@ class PageTransfer:
             UnavailableError: it is away; the engine may start without it.
             AccessDeniedError, LayoutMismatchError, InvalidRequestError: it will not have us.
         """
-        self._loader.connect()
-        self._saver.connect()
+        for client in (self._loader, self._seeker, self._saver):
+            client.connect()
 
     def found(self, hashes: Sequence[BlockHash]) -> int:
         """How many leading blocks can be had, peers' included. A promise to try, no more."""
@@ -66,7 +68,7 @@ class PageTransfer:
         return blocks
 
     def _found(self, hashes: Sequence[BlockHash]) -> int:
-        with self._loader.acquire(
+        with self._seeker.acquire(
             hashes, policy=AcquirePolicy.TIMEOUT, deadline_seconds=self._settings.load_seconds
         ) as lease:
             if _peers_from(lease) is not None and self._settings.peer_seconds:
@@ -175,12 +177,12 @@ class PageTransfer:
             self._stats.saved(_moved(saved, size, began))
 
     def close(self) -> None:
-        self._loader.close()
-        self._saver.close()
+        for client in (self._seeker, self._loader, self._saver):
+            client.close()
 
     def check_integrity(self) -> None:
-        self._loader.check_integrity()
-        self._saver.check_integrity()
+        for client in (self._seeker, self._loader, self._saver):
+            client.check_integrity()
         self._stats.check_integrity()
 
 

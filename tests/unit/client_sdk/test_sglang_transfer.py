@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -51,7 +52,7 @@ class Rig:
         self.stats = BackendStats(exports=False)
         clients = [
             SyncClient(daemon.socket_path, namespace, timeout_seconds=settings.timeout_seconds)
-            for _ in range(2)
+            for _ in range(3)
         ]
         self.transfer = PageTransfer(*clients, settings, self.stats)
 
@@ -148,6 +149,35 @@ def test_what_peers_may_have_counts_once_it_has_come(
     assert rig.transfer.found(HASHES) == found
     daemon.late_source = Source.SSD
     assert rig.transfer.found(HASHES) == PAGES, "this node has them, and need not say more"
+    rig.transfer.close()
+
+
+def test_a_lookup_does_not_wait_for_a_load_that_waits_for_blocks(daemon: FakeDaemon) -> None:
+    rig = Rig(daemon, settings=BackendSettings(load_seconds=60.0, timeout_seconds=30.0))
+    assert rig.save() == [True] * PAGES
+    daemon.ready_at_once = 0
+    is_waiting, may_come = threading.Event(), threading.Event()
+    answered: list[bool] = []
+
+    def hold_back(frame: bytes) -> bytes:
+        is_waiting.set()
+        answered.append(may_come.wait(10))
+        return frame
+
+    daemon.faults[Method.WAIT] = hold_back
+    loaded: list[int] = []
+    loading = threading.Thread(target=lambda: loaded.append(rig.load()))
+    loading.start()
+    try:
+        assert is_waiting.wait(10)
+        found = rig.transfer.found(HASHES)
+        assert not answered, "it waited until the load had its blocks"
+        assert found == PAGES
+    finally:
+        may_come.set()
+        loading.join(30)
+    assert loaded == [PAGES]
+    rig.transfer.check_integrity()
     rig.transfer.close()
 
 
