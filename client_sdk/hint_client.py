@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Collection, Sequence
+from collections import Counter
+from collections.abc import AsyncGenerator, Collection, Sequence, Set
 from dataclasses import dataclass
 
 import grpc
@@ -42,6 +43,12 @@ class HintClient:
     def __init__(self, tls: Tls | None = None) -> None:
         self._tls = tls
         self._channels: dict[str, grpc.aio.Channel] = {}
+        self._calls: Counter[str] = Counter()
+
+    @property
+    def addresses(self) -> Set[str]:
+        """Of the daemons to which there is a channel."""
+        return self._channels.keys()
 
     async def prefetch(
         self,
@@ -72,6 +79,7 @@ class HintClient:
             channel = self._channels[address] = open_channel(address, self._tls, CHANNEL_OPTIONS)
         stub = store_pb2_grpc.HintsStub(channel)  # type: ignore[no-untyped-call]
         call = stub.Prefetch(request, timeout=seconds + ANSWER_SECONDS)
+        self._calls[address] += 1
         try:
             async for said in call:
                 readable = min(said.readable_blocks, len(hashes))
@@ -80,12 +88,18 @@ class HintClient:
             raise ember_error(error, f"daemon {address}") from None
         finally:
             call.cancel()
+            self._calls[address] -= 1
+            if not self._calls[address]:
+                del self._calls[address]
 
     async def retain(self, addresses: Collection[str]) -> None:
-        """Close the channels to all other addresses; calls in flight there are cancelled."""
-        gone = [address for address in self._channels if address not in addresses]
+        """Close the channels to all other addresses, but for those with a call in flight."""
+        gone = [a for a in self._channels if a not in addresses and not self._calls[a]]
         for channel in [self._channels.pop(address) for address in gone]:
             await channel.close(grace=None)
 
     async def close(self) -> None:
-        await self.retain(())
+        """Close all channels; calls in flight are cancelled."""
+        channels, self._channels = list(self._channels.values()), {}
+        for channel in channels:
+            await channel.close(grace=None)

@@ -300,6 +300,7 @@ class Router:
         configured = self._index.configured_engines()
         found = self._index.discovered_engines()
         self.engines.sync(self._index.nodes(), self._loop.time(), configured, found)
+        self.hinter.keep({engine.daemon_address for engine in self.engines})
         self.predicted.expire(self._loop.time())
         self.speeds.refresh()
         if self.tenants is not None:
@@ -312,7 +313,6 @@ class Router:
         self.predicted.forget(engine.url)
         self.ledger.forget(engine.url)
         self.speeds.forget(engine.url)
-        self.hinter.forget(engine)
 
     async def _every(self, seconds: float, action: Callable[[], None]) -> None:
         while True:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 
@@ -70,6 +70,7 @@ class Hinter:
         self._metrics = metrics
         self._clock = clock
         self._tasks: set[asyncio.Task[None]] = set()
+        self._leaving: set[asyncio.Task[None]] = set()
         self._away_until: dict[str, float] = {}
 
     def __len__(self) -> int:
@@ -124,16 +125,21 @@ class Hinter:
             return
         yield hint
 
-    def forget(self, engine: Engine) -> None:
-        """The engine is gone; what is known of its daemon is too."""
-        self._away_until.pop(engine.daemon_address, None)
+    def keep(self, addresses: Set[str]) -> None:
+        """Forget all other daemons, and leave those to which no hint is in progress."""
+        for address in [known for known in self._away_until if known not in addresses]:
+            del self._away_until[address]
+        if not self._client.addresses <= addresses:
+            leaving = asyncio.get_running_loop().create_task(self._client.retain(addresses))
+            self._leaving.add(leaving)
+            leaving.add_done_callback(self._leaving.discard)
 
     async def close(self) -> None:
         """Call all off and wait for them."""
         for task in self._tasks:
             task.cancel()
-        if self._tasks:
-            await asyncio.wait(set(self._tasks))
+        if ending := self._tasks | self._leaving:
+            await asyncio.wait(ending)
         await self._client.close()
 
     async def _run(

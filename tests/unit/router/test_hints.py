@@ -98,6 +98,24 @@ async def test_daemon_that_is_away_is_not_asked_again_at_once() -> None:
             assert len(daemon.hints) == 1
 
 
+async def test_daemon_that_is_no_more_is_forgotten_when_its_hints_have_ended() -> None:
+    async with FakeHints().serving() as daemon, FakeEngine().serving() as engine:
+        engine.completion = hang()
+        index = two_nodes(engine, daemon.address)
+        async with running_router(index=index, prefetch_queue_seconds=0) as router:
+            client = router.router.hinter._client
+            async with connected(router.port) as asking:
+                asking.post("/v1/completions", BODY)
+                await asyncio.wait_for(daemon.came.wait(), 10)
+                (known,) = router.router.engines
+                index.all[0].grpc_address = "127.0.0.1:1"
+                await until(lambda: known.daemon_address == "127.0.0.1:1")
+                assert client.addresses == {daemon.address}, "its hint goes on"
+                assert not daemon.hints[0].ended.is_set()
+            await until(lambda: not client.addresses)
+            await router.settled()
+
+
 async def test_node_without_a_daemon_s_address_gets_no_hint() -> None:
     async with (
         FakeEngine().serving() as engine,
