@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import hmac
-from collections import deque
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -64,8 +63,8 @@ class Conversation:
         self._work = work
         self._protocol = 2
         self._name = b""
-        self._wanted: deque[bytes] = deque()
-        """Keys of the last MGET that are still to be looked up."""
+        self._steps: Iterator[None] | None = None
+        """The rest of a request for many keys, a key at a time."""
         self._wrong = 0
 
     # ---- requests ----
@@ -145,26 +144,52 @@ class Conversation:
 
     def mget(self, arguments: Sequence[bytes]) -> None:
         self.line.text(replies.array_header(len(arguments)))
-        self._wanted.extend(arguments)
+        self._steps = self._get_each(arguments)
+
+    def _get_each(self, keys: Sequence[bytes]) -> Iterator[None]:
+        for key in keys:
+            self.get((key,))
+            yield
 
     @property
     def has_more(self) -> bool:
         """Whether the request before is not answered to its end: then `answer_more` comes next."""
-        return bool(self._wanted)
+        return self._steps is not None
 
     def answer_more(self) -> None:
-        """Go on with a reply of many values, which together may be more than can be held."""
-        self.get((self._wanted.popleft(),))
+        """Go on with a request for many keys, which is more than one turn of the loop, or holds
+        more than may be held at once."""
+        assert self._steps is not None
+        try:
+            next(self._steps)
+        except StopIteration:
+            self._steps = None
 
     def no_value(self) -> bytes:
         return replies.null(self._protocol)
 
     def exists(self, arguments: Sequence[bytes]) -> None:
-        self.line.text(replies.integer(sum(map(self._shelf.has, arguments))))
+        self._steps = self._count_known(arguments)
+
+    def _count_known(self, keys: Sequence[bytes]) -> Iterator[None]:
+        known = 0
+        for key in keys:
+            known += self._shelf.has(key)
+            yield
+        self.line.text(replies.integer(known))
 
     def delete(self, arguments: Sequence[bytes]) -> None:
-        removed = [rows for key in arguments if (rows := self._shelf.remove(key)) is not None]
-        self._after([row for rows in removed for row in rows], replies.integer(len(removed)))
+        self._steps = self._delete_each(arguments)
+
+    def _delete_each(self, keys: Sequence[bytes]) -> Iterator[None]:
+        removed, rows = 0, []
+        for key in keys:
+            gone = self._shelf.remove(key)
+            if gone is not None:
+                removed += 1
+                rows += gone
+            yield
+        self._after(rows, replies.integer(removed))
 
     def set(self, arguments: Sequence[bytes]) -> None:
         """Only with options: without, the value does not come as a word."""

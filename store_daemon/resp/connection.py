@@ -189,10 +189,10 @@ class Connection(asyncio.BufferedProtocol):
         turn_ends = time.monotonic() + TURN_SECONDS
         is_all_answered = False
         while not (is_all_answered or self._is_full or self._talk.is_over):
-            if time.monotonic() > turn_ends:
+            is_all_answered = not self._answer_next()
+            if not is_all_answered and time.monotonic() > turn_ends:
                 self._go_on_soon()
                 break
-            is_all_answered = not self._answer_next()
         self._send()
         if self._is_closing:
             return
@@ -237,7 +237,7 @@ class Connection(asyncio.BufferedProtocol):
                 talk.received(incoming)
             elif self._refusal is not None:
                 talk.refuse(self._refusal)
-        else:
+        elif step.words:
             talk.answer(step)
             reader.is_stranger = not talk.is_authenticated
         return True

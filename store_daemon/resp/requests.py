@@ -14,6 +14,8 @@ MAX_WORD_BYTES = 4096
 """Longest word that is kept; a longer one is passed over and its request marked."""
 MAX_REQUEST_BYTES = 1 << 20
 MAX_INLINE_BYTES = 4096
+MAX_BLANK_LINES = 64
+"""Passed over in one step, so that others get their turn."""
 MAX_HEADER_BYTES = 64
 MAX_BULK_BYTES = 512 << 20
 """As Redis: nothing longer is read, the connection ends."""
@@ -28,7 +30,8 @@ class ProtocolError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The words of one command. `is_cut`: one was longer than MAX_WORD_BYTES and is empty here."""
+    """The words of one command; none: blank lines. `is_cut`: one was longer than MAX_WORD_BYTES and
+    is empty here."""
 
     words: tuple[bytes, ...]
     is_cut: bool = False
@@ -127,7 +130,9 @@ class RequestReader:
         return VALUE_END
 
     def _request(self) -> Request | ValueAhead | None:
-        while not self._words_left:
+        for _ in range(MAX_BLANK_LINES):
+            if self._words_left:
+                return self._bulks()
             line = self._line(MAX_INLINE_BYTES, b"too big inline request")
             if line is None:
                 return None
@@ -140,7 +145,7 @@ class RequestReader:
             if count is None or count > MAX_WORDS:
                 raise ProtocolError("invalid multibulk length")
             self._begin(max(count, 0))
-        return self._bulks()
+        return self._bulks() if self._words_left else Request(())
 
     def _inline(self, line: bytes) -> Request | None:
         words = tuple(line.split())

@@ -13,6 +13,7 @@ from emberkv_proto.errors import ConfigError, PreflightError
 from emberkv_proto.types import Tier
 from store_daemon.config import RespSection, SsdSection
 from store_daemon.resp import connection
+from store_daemon.resp.connection import Connection
 from store_daemon.resp.values import HEADER_BYTES, ValueShelf, size_of
 from tests.helpers.resp import (
     TOKEN,
@@ -453,6 +454,51 @@ async def test_work_that_fails_ends_its_connection_instead_of_leaving_it_without
         wanted = {"GET": b"old", "SET": b"new", "DEL": None}[words[0]]
         assert await other.ask("GET", "k") == wanted
         assert not list(served.small.store.lender.leases)
+
+
+@pytest.mark.parametrize("command", ["EXISTS", "DEL", "UNLINK", "MGET"])
+async def test_a_request_for_many_keys_leaves_the_loop_to_others_in_between(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.setattr(connection, "TURN_SECONDS", 0.0)
+    async with small_door(tmp_path, extents=12) as served, talk(served) as client:
+        keys = [f"k{number}" for number in range(20)]
+        for key in keys:
+            await client.ask("SET", key, "v")
+        await _until_saved(served)
+        turns = 0
+        take_turn = Connection._take_turn
+
+        def counted(self: Connection) -> None:
+            nonlocal turns
+            turns += 1
+            take_turn(self)
+
+        monkeypatch.setattr(Connection, "_take_turn", counted)
+        answer = await client.ask(command, *keys, "no", keys[0])
+        wanted = {"EXISTS": 21, "DEL": 20, "UNLINK": 20, "MGET": [b"v"] * 20 + [None, b"v"]}
+        assert answer == wanted[command]
+        assert turns > len(keys)
+
+
+async def test_blank_lines_leave_the_loop_to_others_in_between(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "TURN_SECONDS", 0.0)
+    async with small_door(tmp_path) as served, talk(served) as client:
+        passed: list[int] = []
+        answer_next = Connection._answer_next
+
+        def counted(self: Connection) -> bool:
+            before = len(self._reader._data) - self._reader._at
+            is_answered = answer_next(self)
+            passed.append(before - len(self._reader._data) + self._reader._at)
+            return is_answered
+
+        monkeypatch.setattr(Connection, "_answer_next", counted)
+        client.writer.write(b"\n" * 10000 + b"*0\r\n" * 1000)
+        assert await client.ask("PING") == "PONG"
+        assert max(passed) <= 64 * 4
 
 
 async def test_an_empty_value_counts_as_known(tmp_path: Path) -> None:
