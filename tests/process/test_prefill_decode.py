@@ -75,7 +75,10 @@ def test_whatever_dies_while_blocks_travel_the_client_gets_its_answer(tmp_path: 
         def in_mid_transfer(number: int, act: Callable[[], None], what: str) -> Completion:
             before = site.node_d.counter("pulled_blocks")
             asked = site.ask(prompts[number], ANSWER)
-            wait_until(lambda: site.node_d.counter("pulled_blocks") > before + 5, "blocks travel")
+            wait_until(
+                lambda: site.node_d.counter("pulled_blocks") > before + 5,
+                f"blocks travel before the end of {what} {number}",
+            )
             act()
             answer = asked.answer()
             got = answer.status, answer.token_ids
