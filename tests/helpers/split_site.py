@@ -67,7 +67,8 @@ class SplitSite:
             router_settings={
                 "router.remote_prefill_tokens": 64,
                 "router.remote_prefill_factor": 1e6,
-                "router.handover_patience_seconds": 2.0,
+                # Longer than a fresh engine's first step takes on a busy machine.
+                "router.handover_patience_seconds": 8.0,
                 "router.health_interval_seconds": 0.2,
                 "router.sync_seconds": 0.1,
             },
