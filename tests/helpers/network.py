@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import subprocess
@@ -18,6 +19,8 @@ from dataclasses import dataclass
 import pytest
 
 SIDES = ("a", "b")
+_NUMBERS = itertools.count(os.getpid())
+"""Never one twice: the kernel takes the devices of a deleted namespace away some time later."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ class TwoHosts:
 def two_hosts() -> Iterator[TwoHosts]:
     if shutil.which("ip") is None:
         pytest.skip("there is no ip(8): apt-get install iproute2")
-    hosts = TwoHosts(os.getpid() % 250)
+    hosts = TwoHosts(next(_NUMBERS) % 250)
     bridge = f"emberbr{hosts.number}"
     with ExitStack() as stack:
         try:
