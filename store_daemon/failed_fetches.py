@@ -34,6 +34,10 @@ class FailedFetches:
         """The peer did not answer."""
         self._remember((node_id, None), now + self._peer_seconds)
 
+    def is_back(self, node_id: NodeId) -> None:
+        """The peer has begun another life."""
+        self._until.pop((node_id, None), None)
+
     def may_ask(self, node_id: NodeId, block_hash: BlockHash, now: float) -> bool:
         """Whether nothing is remembered against asking the peer for a run from this block on."""
         until = self._until

@@ -29,7 +29,7 @@ from emberkv_proto.errors import (
 )
 from emberkv_proto.hashing import index_keys
 from emberkv_proto.layout import Namespace
-from emberkv_proto.types import BlockHash, NodeHit, NodeId
+from emberkv_proto.types import BlockHash, Incarnation, NodeHit, NodeId
 from store_daemon.failed_fetches import FailedFetches
 from store_daemon.leases_ahead import LeasesAhead
 from store_daemon.peer_client import PeerClient, RemoteGrant
@@ -42,6 +42,7 @@ from store_daemon.shared_pulls import SharedPull, SharedPulls
 from store_daemon.transport.base import Peer, Transport, TransportAddress
 
 log = logging.getLogger(__name__)
+FOLLOW_AGAIN_SECONDS = 0.4
 LONGEST_LEASE_SECONDS = 60.0
 
 
@@ -160,6 +161,7 @@ class PeerPuller:
         self._client = PeerClient(node_id, tls)
         self._transfers = PeerTransfers(pool, transport, transfer_limits, clock)
         self._health: dict[NodeId, PeerHealth] = {}
+        self._lives: dict[NodeId, Incarnation] = {}
         self._peers: dict[NodeId, Peer] = {}
         self._failed = FailedFetches(
             self._limits.failed_block_seconds, self._limits.failed_peer_seconds
@@ -332,6 +334,9 @@ class PeerPuller:
         node_id, now = followed.node_id, self._clock()
         try:
             await self._refresh_addresses(run.deadline)
+            if node_id not in self._addresses:  # it may have come back since
+                self._addresses_until = now
+                await self._refresh_addresses(run.deadline)
         except EmberError as error:
             self._count_failure("index", error)
             return
@@ -353,7 +358,12 @@ class PeerPuller:
             if len(mine.landed) > first:
                 waited_since = self._clock()
             elif not run.was_refused:
-                return  # it failed, or its blocks are here already
+                if node_id not in run.excluded:
+                    return  # its blocks are here already
+                # A daemon that has just come back is reached at the second or third try; one that
+                # stays away opens the breaker.
+                run.excluded.discard(node_id)
+                await asyncio.sleep(FOLLOW_AGAIN_SECONDS)
 
     @contextmanager
     def _asking(self, node_id: NodeId, run: _Run, mine: SharedPull, blocks: int) -> Iterator[None]:
@@ -430,6 +440,12 @@ class PeerPuller:
         if now < self._addresses_until:
             return
         nodes = await self._index.nodes(timeout_seconds=self._index_seconds(deadline))
+        for node in nodes:
+            if self._lives.get(node.node_id, node.incarnation) != node.incarnation:
+                # What was learnt of its life before says nothing of this one.
+                self._health.pop(node.node_id, None)
+                self._failed.is_back(node.node_id)
+        self._lives = {node.node_id: node.incarnation for node in nodes}
         self._addresses = {
             node.node_id: node.grpc_address
             for node in nodes

@@ -7,9 +7,11 @@ import socket
 import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 
+from emberkv_proto.errors import UnavailableError
 from emberkv_proto.types import BlockHash, Incarnation, NodeId
 from store_daemon.failed_fetches import FailedFetches
 from store_daemon.peer_health import HealthLimits
@@ -453,7 +455,39 @@ async def test_followed_node_that_is_not_known_or_dead_is_a_miss(here: Here) -> 
         here.index.addresses[NodeId("peer")] = f"127.0.0.1:{port}"
         await asyncio.sleep(0.02)
         assert await follow(here) == 0
-    assert here.failures == {"unfollowable": 1, "unavailable": 1}
+    # A dead one is tried until its breaker opens: it may just be starting again.
+    assert here.failures == {"unfollowable": 2, "unavailable": 3}
+
+
+async def test_node_in_another_life_is_asked_whatever_its_breaker_says(here: Here) -> None:
+    alive = here.index.addresses[NodeId("peer")]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    here.index.addresses[NodeId("peer")] = f"127.0.0.1:{port}"
+    assert await follow(here) == 0
+    here.index.addresses[NodeId("peer")] = alive
+    await asyncio.sleep(0.02)
+    assert await follow(here) == 0, "its breaker is open"
+    here.index.incarnations[NodeId("peer")] = Incarnation(2)
+    await asyncio.sleep(0.02)
+    assert await follow(here) == BLOCKS
+    here.puller.check_integrity()
+
+
+async def test_followed_node_that_has_just_come_back_is_tried_again(
+    here: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, left = here.puller._client.acquire, [UnavailableError("refused")] * 2
+
+    async def acquire(*arguments: Any) -> Any:
+        if left:
+            raise left.pop()
+        return await plain(*arguments)
+
+    monkeypatch.setattr(here.puller._client, "acquire", acquire)
+    assert await follow(here) == BLOCKS
+    assert here.failures == {"unavailable": 2}
+    here.puller.check_integrity()
 
 
 async def test_pull_waits_for_blocks_that_are_followed(here: Here) -> None:

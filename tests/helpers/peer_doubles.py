@@ -266,6 +266,7 @@ class MemoryIndex:
         self.ssd_only: set[NodeId] = set()
         self.addresses: dict[NodeId, str] = {}
         self.states: dict[NodeId, str] = {}
+        self.incarnations: dict[NodeId, Incarnation] = {}
         self.is_away = False
         self.queries = 0
 
@@ -293,7 +294,7 @@ class MemoryIndex:
         return [
             IndexedNode(
                 node_id=node_id,
-                incarnation=Incarnation(1),
+                incarnation=self.incarnations.get(node_id, Incarnation(1)),
                 seq=Seq(1),
                 state=self.states.get(node_id, "ok"),
                 exactness="exact",

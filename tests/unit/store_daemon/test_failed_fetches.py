@@ -30,6 +30,16 @@ def test_peer_that_is_away_is_asked_for_nothing() -> None:
     assert failed.may_ask(B, block(1), 10.0)
 
 
+def test_peer_that_has_begun_another_life_is_asked_again_but_not_for_what_it_lacked() -> None:
+    failed = FailedFetches(block_seconds=2.0, peer_seconds=1.0)
+    failed.is_away(A, 10.0)
+    failed.lacks(A, block(1), 10.0)
+    failed.is_back(A)
+    failed.is_back(B)
+    assert failed.may_ask(A, block(2), 10.0)
+    assert not failed.may_ask(A, block(1), 10.0)
+
+
 def test_oldest_failures_are_forgotten_when_there_are_too_many() -> None:
     failed = FailedFetches(block_seconds=2.0, peer_seconds=1.0)
     for number in range(MAX_REMEMBERED + 1):
