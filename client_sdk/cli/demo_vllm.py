@@ -121,7 +121,7 @@ def _server(like: ProcessSpec, python: Path, model: Path, url: str, *more: str) 
         ),
         ready_seconds=READY_SECONDS,
         environment=tuple(vllm_environment().items()),
-        python=str(python),
+        python=str(python.absolute()),  # not resolved: a venv's is a link
         health_url=f"{url}/health",
     )
 

@@ -155,6 +155,13 @@ class SplitSite:
         for node in self.cluster.nodes:
             self.cluster.await_index_state(node, "ok")
         self.await_ready()
+        # What an engine computes before it is back at its daemon is saved nowhere.
+        for node, engines in ((self.node_p, [self.prefill]), (self.node_d, self.decoders)):
+            running = sum(engine.is_running for engine in engines)
+            wait_until(
+                lambda node=node, running=running: node.gauge("sessions") >= running,  # type: ignore[misc]
+                f"the engines of {node.name} are back at their daemon",
+            )
 
     def __enter__(self) -> SplitSite:
         try:

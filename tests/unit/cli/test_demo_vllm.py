@@ -34,6 +34,13 @@ def test_each_engine_reaches_its_own_daemon_and_the_reference_none(tmp_path: Pat
     assert len(ports) == 3
 
 
+def test_an_interpreter_is_found_from_other_directories(tmp_path: Path) -> None:
+    plain = plan_cluster(ClusterSection(base_dir=tmp_path))
+    plan = with_vllm(plain, VLLM_SIZE, Path("venv/bin/python"), Path("/model"))
+    servers = [*(node.engine for node in plan.nodes), *plan.extras]
+    assert {server.python for server in servers} == {f"{Path.cwd()}/venv/bin/python"}
+
+
 def test_the_prompts_fit_one_request_and_fill_an_engine() -> None:
     prompts = read_prompts(default_trace_path(), VLLM_SIZE, VLLM_ENGINE)
     assert len(prompts) == VLLM_SIZE.requests
