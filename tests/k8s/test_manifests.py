@@ -504,7 +504,7 @@ def test_the_image_has_what_the_pods_run_and_their_user(tmp_path: Path) -> None:
 def test_the_bill_of_materials_names_what_the_image_s_extras_bring(tmp_path: Path) -> None:
     """By the tool and the options of Containerfile and `make sbom`, of this environment."""
     pin = "cyclonedx-bom==7.5.0"
-    for path in ("deploy/Containerfile", "deploy/requirements-k8s.txt"):
+    for path in ("deploy/Containerfile", "deploy/requirements-sbom.txt"):
         assert pin in (ROOT / path).read_text()
     out = tmp_path / "sbom.json"
     options = ("--output-reproducible", "--output-file", str(out))
