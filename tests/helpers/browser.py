@@ -7,8 +7,9 @@ import base64
 import json
 import os
 import shutil
+import signal
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -154,11 +155,8 @@ async def browser_page(tmp_path: Path) -> AsyncIterator[Page]:
                     listening.cancel()
                     await asyncio.gather(listening, return_exceptions=True)
     finally:
-        if process.returncode is None:
-            process.terminate()
-            try:
-                await asyncio.wait_for(process.wait(), 10)
-            except asyncio.TimeoutError:
-                process.kill()
-                await process.wait()
+        # The whole group: the binary may be a script whose child is the browser.
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await asyncio.wait_for(process.wait(), 10)
         process._transport.close()  # type: ignore[attr-defined]
