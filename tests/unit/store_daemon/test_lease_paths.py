@@ -127,7 +127,7 @@ async def test_of_a_batch_of_releases_each_counts_for_itself(make: Make) -> None
 async def test_a_wait_is_answered_when_as_many_blocks_are_ready_as_are_wanted(make: Make) -> None:
     small = make()
     session = await on_ssd_only(small, NAMESPACE, HASHES)
-    with gated_reads(small.ssd) as gate:
+    with gated_reads(small) as gate:
         lease = acquire(small, session, HASHES)
         waiting = [
             asyncio.ensure_future(small.store.wait(session, lease.id, 0, 30.0, wanted))
@@ -156,7 +156,7 @@ async def test_an_ssd_lease_ended_in_motion(
 ) -> None:
     small = make()
     session = await on_ssd_only(small, NAMESPACE, HASHES)
-    with gated_reads(small.ssd) as gate:
+    with gated_reads(small) as gate:
         lease = acquire(small, session, HASHES, policy)
         gate.let_through(ready)
         await gate.until_begun(ready + THREADS)
@@ -195,7 +195,7 @@ async def assert_slots_in_motion_are_nobodys(small: SmallStore, gate: GatedReads
 async def test_a_deadline_leaves_what_has_come(make: Make, policy: AcquirePolicy) -> None:
     small = make()
     session = await on_ssd_only(small, NAMESPACE, HASHES)
-    with gated_reads(small.ssd) as gate:
+    with gated_reads(small) as gate:
         lease = acquire(small, session, HASHES, policy, seconds=0.3)
         gate.let_through(3)
         await until(lambda: lease.ready == 3, "three blocks arrive")
@@ -266,7 +266,7 @@ async def test_a_lease_over_what_a_prefetch_is_bringing(
     small = make()
     session = await on_ssd_only(small, NAMESPACE, HASHES)
     reader = small.open(NAMESPACE)
-    with gated_reads(small.ssd) as gate:
+    with gated_reads(small) as gate:
         prefetch = small.store.prefetch(session, HASHES, 30.0)
         gate.let_through(3)
         await gate.until_begun(3 + THREADS)
@@ -292,7 +292,7 @@ async def test_best_effort_never_waits_and_what_it_started_ends_with_the_session
 ) -> None:
     small = make()
     session = await on_ssd_only(small, NAMESPACE, HASHES)
-    with gated_reads(small.ssd) as gate:
+    with gated_reads(small) as gate:
         gate.let_through(2)
         first = await wait_all(small, session, acquire(small, session, HASHES[:2]))
         lease = acquire(small, session, HASHES, AcquirePolicy.BEST_EFFORT)

@@ -116,7 +116,7 @@ async def test_a_drive_that_hangs_is_given_up_while_it_is_waited_for(make: Make)
     small = make()
     session = await on_ssd_only(small, NAMESPACE, HASHES)
     teach(small, 1e-6)
-    with gated_reads(small.ssd) as gate:
+    with gated_reads(small) as gate:
         lease = acquire_or_compute(small, session, 0.01)
         assert lease is not None
         assert lease.usable == 12
@@ -143,7 +143,7 @@ async def test_the_queue_of_others_counts(make: Make) -> None:
     await on_ssd_only(small, NAMESPACE, chain(NAMESPACE, 10, seed=4))
     session = await on_ssd_only(small, NAMESPACE, HASHES)
     teach(small, 1.0)
-    with gated_reads(small.ssd) as gate:
+    with gated_reads(small) as gate:
         small.store.prefetch(session, chain(NAMESPACE, 10, seed=4), 30.0)
         assert acquire_or_compute(small, session, 0.6) is None
         gate.let_through()

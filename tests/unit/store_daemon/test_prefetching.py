@@ -62,7 +62,7 @@ async def test_cancelling_stops_what_no_thread_has_begun(make: Make) -> None:
     small = make()
     session = await on_ssd_only(small, NAMESPACE, HASHES)
     slots = small.store.holdings.pool.slots
-    with gated_reads(small.ssd) as gate:
+    with gated_reads(small) as gate:
         begun = small.store.prefetch(session, HASHES, 30.0)
         await gate.until_begun(THREADS)
         assert slots.used_bytes == 12 * 8192
@@ -82,7 +82,7 @@ async def test_cancelling_stops_what_no_thread_has_begun(make: Make) -> None:
 async def test_the_deadline_cancels_the_rest(make: Make) -> None:
     small = make()
     session = await on_ssd_only(small, NAMESPACE, HASHES)
-    with gated_reads(small.ssd) as gate:
+    with gated_reads(small) as gate:
         small.store.prefetch(session, HASHES, 0.02)
         await gate.until_begun(THREADS)
         await until(lambda: len(small.store.lender.prefetches) == 0, "the deadline passes")
@@ -99,7 +99,7 @@ async def test_only_a_window_of_a_prefetch_is_in_motion(
     monkeypatch.setattr(prefetching, "PREFETCH_WINDOW_BLOCKS", 3)
     small = make()
     session = await on_ssd_only(small, NAMESPACE, HASHES)
-    with gated_reads(small.ssd) as gate:
+    with gated_reads(small) as gate:
         assert small.store.prefetch(session, HASHES, 30.0).blocks == 12
         assert small.store.lender.promoter.in_flight == 3
         gate.let_through(1)
@@ -114,7 +114,7 @@ async def test_only_a_window_of_a_prefetch_is_in_motion(
 async def test_blocks_that_others_want_go_on_moving(make: Make) -> None:
     small = make()
     session = await on_ssd_only(small, NAMESPACE, HASHES)
-    with gated_reads(small.ssd) as gate:
+    with gated_reads(small) as gate:
         first = small.store.prefetch(session, HASHES, 30.0)
         small.store.prefetch(session, HASHES[:8], 30.0)
         lease = acquire(small, session, HASHES[:4])
@@ -132,7 +132,7 @@ async def test_blocks_that_others_want_go_on_moving(make: Make) -> None:
 async def test_a_lease_gets_its_blocks_though_their_prefetch_is_cancelled(make: Make) -> None:
     small = make()
     session = await on_ssd_only(small, NAMESPACE, HASHES)
-    with gated_reads(small.ssd) as gate:
+    with gated_reads(small) as gate:
         begun = small.store.prefetch(session, HASHES, 30.0)
         lease = acquire(small, session, HASHES[:6])
         await gate.until_begun(THREADS)
@@ -149,7 +149,7 @@ async def test_a_prefetch_ends_with_its_session_and_only_its_session_can_cancel_
     small = make()
     session = await on_ssd_only(small, NAMESPACE, HASHES)
     other = small.open(NAMESPACE)
-    with gated_reads(small.ssd) as gate:
+    with gated_reads(small) as gate:
         begun = small.store.prefetch(session, HASHES, 30.0)
         await gate.until_begun(THREADS)
         small.store.cancel_prefetch(other, begun.prefetch_id)
@@ -178,7 +178,7 @@ async def test_a_session_may_have_only_so_many(make: Make, monkeypatch: pytest.M
     small = make()
     session = await on_ssd_only(small, NAMESPACE, HASHES)
     other = small.open(NAMESPACE)
-    with gated_reads(small.ssd):
+    with gated_reads(small):
         assert all(small.store.prefetch(session, HASHES, 30.0).prefetch_id for _ in range(2))
         assert small.store.prefetch(session, HASHES, 30.0).prefetch_id == 0
         assert small.store.holdings.counters["refused_prefetches"] == 1
@@ -190,7 +190,7 @@ async def test_asking_again_and_again_for_what_is_not_there_yet_starts_one_move(
 ) -> None:
     small = make()
     session = await on_ssd_only(small, NAMESPACE, HASHES)
-    with gated_reads(small.ssd) as gate:
+    with gated_reads(small) as gate:
         for _ in range(5):
             assert small.store.acquire(session, HASHES, AcquirePolicy.BEST_EFFORT, 0) is None
         assert len(small.store.lender.prefetches) == 1

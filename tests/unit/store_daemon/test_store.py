@@ -309,7 +309,7 @@ async def test_a_lease_ended_early_does_not_free_slots_that_are_being_read_into(
 ) -> None:
     small = make()
     session = await on_ssd_only(small, HASHES)
-    with gated_reads(small.ssd) as gate:
+    with gated_reads(small) as gate:
         lease = acquire(small, session, HASHES)
         await gate.until_begun(2)
         small.store.release(session, [lease.id])
