@@ -33,13 +33,14 @@ from emberkv_proto.types import BlockHash, Incarnation, NodeHit, NodeId
 from store_daemon.failed_fetches import FailedFetches
 from store_daemon.leases_ahead import LeasesAhead
 from store_daemon.peer_client import PeerClient, RemoteGrant
+from store_daemon.peer_connections import PeerConnections
 from store_daemon.peer_health import HealthLimits, PeerHealth
 from store_daemon.peer_transfer import PeerTransfers, TransferLimits
 from store_daemon.ports import Followed, PullTarget
 from store_daemon.pull_failures import failure_reason, is_blamed
 from store_daemon.pull_plan import Owner, PullCosts, choose_owner
 from store_daemon.shared_pulls import SharedPull, SharedPulls
-from store_daemon.transport.base import Peer, Transport, TransportAddress
+from store_daemon.transport.base import Transport
 
 log = logging.getLogger(__name__)
 FOLLOW_AGAIN_SECONDS = 0.4
@@ -154,7 +155,6 @@ class PeerPuller:
     ) -> None:
         self._node_id = node_id
         self._index = index
-        self._transport = transport
         self._limits = limits or PullLimits()
         self._health_limits = health_limits or HealthLimits()
         self._clock = clock
@@ -162,7 +162,7 @@ class PeerPuller:
         self._transfers = PeerTransfers(pool, transport, transfer_limits, clock)
         self._health: dict[NodeId, PeerHealth] = {}
         self._lives: dict[NodeId, Incarnation] = {}
-        self._peers: dict[NodeId, Peer] = {}
+        self._connections = PeerConnections(transport)
         self._failed = FailedFetches(
             self._limits.failed_block_seconds, self._limits.failed_peer_seconds
         )
@@ -227,9 +227,7 @@ class PeerPuller:
         if self._releases:
             await asyncio.wait(self._releases)
         await self._client.close()
-        for peer in self._peers.values():
-            self._transport.close(peer)
-        self._peers.clear()
+        self._connections.close()
         self._transfers.close()
 
     def check_integrity(self) -> None:
@@ -241,7 +239,7 @@ class PeerPuller:
         assert self._transfers.running <= len(self._pulls)
         assert self._pulls or not len(self._shared), "blocks in flight without a pull"
         assert self._pulls or not +self._asked_bytes, "bytes are asked for without a pull"
-        assert not (self._is_closed and (self._pulls or self._peers))
+        assert not (self._is_closed and (self._pulls or len(self._connections)))
 
     @contextmanager
     def _running(self) -> Iterator[None]:
@@ -452,7 +450,15 @@ class PeerPuller:
             if node.state == "ok" and node.grpc_address and node.node_id != self._node_id
         }
         self._addresses_until = now + self._limits.nodes_seconds
+        self._forget_the_gone()
         await self._client.retain(set(self._addresses.values()))
+
+    def _forget_the_gone(self) -> None:
+        """Nodes come and go under ever new names; nothing is kept of those no index knows."""
+        asked = self._asked_bytes = +self._asked_bytes
+        kept = {*self._lives, *asked}
+        self._connections.retain(kept)
+        self._health = {node: health for node, health in self._health.items() if node in kept}
 
     async def _pull_from(
         self,
@@ -520,7 +526,7 @@ class PeerPuller:
         if usable == 0:
             run.was_refused = True
             return False
-        peer = self._connected(node_id, remote.source)
+        peer = self._connections.to(node_id, remote.source)
         try:
             room = run.target.allot(run.namespace, parent, window[:usable], remote.grant.salt_ids)
         except PoolFullError as error:
@@ -538,15 +544,6 @@ class PeerPuller:
         limits = self._limits
         fitting = limits.lease_bytes // max(1, run.block_bytes)
         return min(max(fitting, limits.least_lease_blocks), limits.most_lease_blocks)
-
-    def _connected(self, node_id: NodeId, source: TransportAddress) -> Peer:
-        peer = self._peers.get(node_id)
-        if peer is not None and peer.address == source:
-            return peer
-        if peer is not None:
-            self._transport.close(self._peers.pop(node_id))  # an earlier life of it
-        peer = self._peers[node_id] = self._transport.connect(source)
-        return peer
 
     def _release_later(self, address: str, lease_id: int) -> None:
         """End the lease without making the pull wait for the answer."""

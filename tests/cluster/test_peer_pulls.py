@@ -474,6 +474,19 @@ async def test_node_in_another_life_is_asked_whatever_its_breaker_says(here: Her
     here.puller.check_integrity()
 
 
+async def test_nothing_is_kept_of_a_node_that_no_index_knows_any_more(here: Here) -> None:
+    assert await here.pull(4) == 4
+    assert (len(here.puller._connections), len(here.puller._health)) == (1, 1)
+    address = here.index.addresses.pop(NodeId("peer"))
+    await asyncio.sleep(0.02)
+    assert await here.pull() == 0
+    assert (len(here.puller._connections), len(here.puller._health)) == (0, 0)
+    here.index.addresses[NodeId("peer")] = address
+    await asyncio.sleep(0.02)
+    more = here.hashes[4:]
+    assert await here.puller.pull(NAMESPACE, here.hashes[3], more, here.target, 10.0) == len(more)
+
+
 async def test_followed_node_that_has_just_come_back_is_tried_again(
     here: Here, monkeypatch: pytest.MonkeyPatch
 ) -> None:
