@@ -42,6 +42,7 @@ from router.scoring import Speeds
 from router.server_connection import ServerLimits
 from router.speeds import LearningLimits, SpeedBook
 from router.splitting import SplitRules
+from router.surface import Work
 from router.tenants import Tenants
 from router.tokenize import TokenCache, Tokenizer
 from router.ui.pages import UiPages
@@ -199,7 +200,7 @@ class Router:
             ProbeTimes(cfg.health_interval_seconds, cfg.health_timeout_seconds),
         )
 
-    def _pages(self, gate: OperatorGate) -> Mapping[str, Mapping[str, Route]]:
+    def _pages(self, gate: OperatorGate) -> Mapping[Work, Route]:
         chooser, clock = self._chooser, self._loop.time
         chooser.on_routed = self.recent.note
         state = UiState(

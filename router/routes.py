@@ -18,27 +18,10 @@ from router.proxy import Proxy
 from router.request_body import BadBodyError, RequestBody, parse_body
 from router.server_connection import ServerConnection
 from router.speeds import SpeedBook
+from router.surface import METRICS_TYPE, Work, document, served
 from router.tenants import TenantRefusedError, Tenants
 
-KEYED_PATHS = frozenset(
-    {
-        "/v1/completions",
-        "/v1/chat/completions",
-        "/v1/responses",
-        "/v1/messages",
-        "/v1/messages/count_tokens",
-        "/v1/embeddings",
-        "/v1/rerank",
-        "/v1/score",
-        "/v1/models",
-        "/tokenize",
-        "/detokenize",
-        "/route/explain",
-    }
-)
-"""Need an API key where there is a key file."""
 Route = Callable[[Request, ServerConnection], Awaitable[None]]
-METRICS_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 
 
 class Routes:
@@ -54,35 +37,36 @@ class Routes:
         speeds: SpeedBook,
         metrics: RouterMetrics,
         tenants: Tenants | None,
-        pages: Mapping[str, Mapping[str, Route]],
+        pages: Mapping[Work, Route],
     ) -> None:
-        """`pages`: further paths, by method."""
+        """`pages`: what the page does; empty where there is none."""
         self._tenants = tenants
         self._chooser = chooser
         self._engines = engines
         self._ledger = ledger
         self._speeds = speeds
         self._metrics = metrics
-        self._table: dict[str, Mapping[str, Route]] = {
-            "/v1/completions": {"POST": proxy.complete},
-            "/v1/chat/completions": {"POST": proxy.complete},
-            "/v1/responses": {"POST": proxy.complete_unread},
-            "/v1/messages": {"POST": proxy.complete_unread},
-            "/v1/embeddings": {"POST": proxy.complete_unread},
-            "/v1/rerank": {"POST": proxy.complete_unread},
-            "/v1/score": {"POST": proxy.complete_unread},
-            "/v1/messages/count_tokens": {"POST": proxy.pass_on},
-            "/tokenize": {"POST": proxy.pass_on},
-            "/detokenize": {"POST": proxy.pass_on},
-            "/v1/models": {"GET": _own(self._models)},
-            "/route/explain": {"POST": self._explain},
-            "/admin/policy": {"GET": admin.show_policy, "POST": admin.set_policy},
-            "/workers": {"GET": _own(self._workers)},
-            "/health": {"GET": _own(self._health)},
-            "/ready": {"GET": _own(self._ready)},
-            "/metrics": {"GET": _own(self._render_metrics)},
+        work: dict[Work, Route] = {
+            Work.COMPLETE: proxy.complete,
+            Work.COMPLETE_UNREAD: proxy.complete_unread,
+            Work.FORWARD: proxy.pass_on,
+            Work.MODELS: _own(self._models),
+            Work.EXPLAIN: self._explain,
+            Work.SHOW_POLICY: admin.show_policy,
+            Work.SET_POLICY: admin.set_policy,
+            Work.WORKERS: _own(self._workers),
+            Work.HEALTH: _own(self._health),
+            Work.READY: _own(self._ready),
+            Work.METRICS: _own(self._render_metrics),
+            Work.DOCUMENT: _own(self._show_document),
             **pages,
         }
+        endpoints = served(work)
+        self._document = json_response(document(endpoints, __version__))
+        self._keyed = frozenset(endpoint.path for endpoint in endpoints if endpoint.needs_key)
+        self._table: dict[str, dict[str, Route]] = {}
+        for endpoint in endpoints:
+            self._table.setdefault(endpoint.path, {})[endpoint.method] = work[endpoint.work]
 
     async def handle(self, request: Request, client: ServerConnection) -> None:
         methods = self._table.get(request.path)
@@ -101,7 +85,7 @@ class Routes:
                 )
             )
             return
-        if self._tenants is not None and request.path in KEYED_PATHS:
+        if self._tenants is not None and request.path in self._keyed:
             try:
                 request = self._tenants.identified(request)
             except TenantRefusedError as refused:
@@ -177,6 +161,9 @@ class Routes:
 
     def _render_metrics(self) -> Response:
         return Response(200, self._metrics.render(), METRICS_TYPE)
+
+    def _show_document(self) -> Response:
+        return self._document
 
 
 def _own(make: Callable[[], Response]) -> Route:

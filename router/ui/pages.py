@@ -12,14 +12,15 @@ from client_sdk.operator_gate import OperatorGate, speaker
 from emberkv_proto.errors import AccessDeniedError, UnauthenticatedError
 from router.http_message import Request, Response, error_response
 from router.server_connection import ServerConnection
+from router.surface import Work
 from router.ui.state import UiState
 
 Route = Callable[[Request, ServerConnection], Awaitable[None]]
 STATIC = Path(__file__).parent / "static"
-FILES: Mapping[str, tuple[str, bytes]] = {
-    "/ui": ("index.html", b"text/html; charset=utf-8"),
-    "/ui/style.css": ("style.css", b"text/css; charset=utf-8"),
-    "/ui/app.js": ("app.js", b"text/javascript; charset=utf-8"),
+FILES: Mapping[Work, tuple[str, bytes]] = {
+    Work.UI_PAGE: ("index.html", b"text/html; charset=utf-8"),
+    Work.UI_STYLE: ("style.css", b"text/css; charset=utf-8"),
+    Work.UI_SCRIPT: ("app.js", b"text/javascript; charset=utf-8"),
 }
 SECURITY: tuple[tuple[bytes, bytes], ...] = (
     (
@@ -45,9 +46,9 @@ class UiPages:
         self._clock = clock
         self._read_at = -FRESH_SECONDS
         self._body = b""
-        self.routes: Mapping[str, Mapping[str, Route]] = {
-            **{path: {"GET": _serve(*file)} for path, file in FILES.items()},
-            "/ui/state": {"GET": self._show_state},
+        self.routes: Mapping[Work, Route] = {
+            **{work: _serve(*file) for work, file in FILES.items()},
+            Work.UI_STATE: self._show_state,
         }
 
     async def _show_state(self, request: Request, client: ServerConnection) -> None:

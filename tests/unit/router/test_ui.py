@@ -13,6 +13,7 @@ import pytest
 from emberkv_proto.types import EngineInfo, NamespaceId, NodeId, Tier, TierDigest
 from router.candidates import Asked, Candidate, Preferences, estimate_of, make_policy
 from router.scoring import Holding, Load, Speeds
+from router.surface import ENDPOINTS
 from router.ui.pages import FILES, STATIC
 from router.ui.reasons import best_rival, reason_of
 from router.ui.recent import SHOWN, Considered, Routed
@@ -30,6 +31,7 @@ from tests.helpers.router_client import (
 
 NAMESPACE = NamespaceId(bytes(32))
 PROMPT = list(range(512))
+PATHS = {endpoint.path: FILES[endpoint.work] for endpoint in ENDPOINTS if endpoint.work in FILES}
 
 
 async def get(router: RunningRouter, path: str, **headers: str) -> Got:
@@ -65,12 +67,12 @@ def node(name: str, engine: FakeEngine) -> HandNode:
     )
 
 
-@pytest.mark.parametrize("path", FILES)
+@pytest.mark.parametrize("path", PATHS)
 async def test_the_page_comes_with_a_policy_that_lets_it_ask_nobody_else(path: str) -> None:
     async with running_router() as router:
         got = await get(router, path)
     assert got.status == 200
-    assert got.headers["content-type"].encode() == FILES[path][1]
+    assert got.headers["content-type"].encode() == PATHS[path][1]
     policy = got.headers["content-security-policy"]
     assert "default-src 'none'" in policy
     assert "unsafe" not in policy
@@ -244,7 +246,7 @@ async def test_only_the_own_machine_or_the_token_sees_the_state(tmp_path: Path) 
             assert "access-control-allow-origin" not in got.headers
             if status != 200:
                 assert set(got.json) == {"error"}, "data without a key"
-        for path in FILES:
+        for path in PATHS:
             page = await get(router, path, **far)
             assert page.status == 200  # the page itself holds no data
 
@@ -258,7 +260,7 @@ async def test_without_a_token_nobody_from_elsewhere_sees_the_state() -> None:
 
 async def test_the_page_can_be_switched_off() -> None:
     async with running_router(ui=False) as router:
-        for path in (*FILES, "/ui/state"):
+        for path in (*PATHS, "/ui/state"):
             assert (await get(router, path)).status == 404
 
 
