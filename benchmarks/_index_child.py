@@ -52,7 +52,11 @@ class OurIndex(Adapter):
                     self._index.apply_removed(holder, tier, keys)
 
     def question(self, keys: Keys) -> Callable[[], dict[int, int]]:
-        return lambda: {hit.holder: hit.hit_blocks for hit in self._index.query(keys)}
+        def ask() -> dict[int, int]:
+            found = self._index.query(keys)
+            return dict(zip(found.holders, found.hit_blocks, strict=True))
+
+        return ask
 
     def drain(self) -> None:
         pass  # each call returns when it is done

@@ -22,6 +22,7 @@ from global_index.index import (
     Collected,
     Holder,
     HolderHit,
+    HolderHits,
     Holding,
     TableSize,
 )
@@ -123,7 +124,7 @@ class DictIndex:
     def set_base(self, holder: Holder, base: Holder | None) -> None:
         self._links.set_base(holder, base)
 
-    def query(self, keys: Keys) -> list[HolderHit]:
+    def query(self, keys: Keys) -> HolderHits:
         hits: list[HolderHit] = []
         runs: dict[Holder, _Run] = {}
         was = 0
@@ -141,8 +142,9 @@ class DictIndex:
                         if runs[holder].tier is None:
                             hits.append(runs.pop(holder).hit(holder, position))
             if not runs:
-                return hits
-        return hits + [run.hit(holder, keys.size) for holder, run in runs.items()]
+                break
+        hits += [run.hit(holder, keys.size) for holder, run in runs.items()]
+        return HolderHits.of(hits)
 
     def holdings(self, key: IndexKey) -> tuple[Holding, ...]:
         held = self._blocks.get(key, 0)

@@ -51,7 +51,7 @@ from global_index.actions import (
 )
 from global_index.bucket_comparison import BucketComparison
 from global_index.holders import HolderPool
-from global_index.index import MAX_HOLDERS, Applied, BlockIndex, Holder, HolderHit
+from global_index.index import MAX_HOLDERS, Applied, BlockIndex, Holder, HolderHits
 from global_index.ingest import (
     AUDITED_TIERS,
     REPAIR_FIRST_SECONDS,
@@ -368,13 +368,13 @@ class NodeDirectory:
         """Leading runs of a chain on the nodes that are OK, longest first."""
         return self.node_hits(self._index.query(keys))
 
-    def node_hits(self, found: Iterable[HolderHit]) -> list[NodeHit]:
+    def node_hits(self, found: HolderHits) -> list[NodeHit]:
         """What a query of the index has found, of the nodes that are OK, longest first."""
         hits = []
-        for hit in found:
-            node = self._by_holder.get(hit.holder)
+        for holder, hit, hbm, dram in found.rows():
+            node = self._by_holder.get(holder)
             if node and self._membership.state(node.id) is Liveness.OK:
-                hits.append(NodeHit(node.id, hit.hit_blocks, hit.dram_blocks, hit.ssd_blocks))
+                hits.append(NodeHit(node.id, hit, dram, hit - hbm - dram))
         hits.sort(key=lambda hit: -hit.hit_blocks)
         return hits
 

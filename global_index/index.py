@@ -7,6 +7,7 @@ applied, `directory` maps holders to nodes.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, NewType, Protocol
 
@@ -46,6 +47,39 @@ class HolderHit(NamedTuple):
     @property
     def ssd_blocks(self) -> int:
         return self.hit_blocks - self.hbm_blocks - self.dram_blocks
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HolderHits:
+    """What a query finds, each holder once and in no order: a list for each field of `HolderHit`.
+
+    Who asks needs some numbers of many holders, and an object for each costs more than the walk.
+    """
+
+    holders: list[Holder]
+    hit_blocks: list[int]
+    hbm_blocks: list[int]
+    dram_blocks: list[int]
+
+    def __len__(self) -> int:
+        return len(self.holders)
+
+    def __iter__(self) -> Iterator[HolderHit]:
+        return map(HolderHit, self.holders, self.hit_blocks, self.hbm_blocks, self.dram_blocks)
+
+    def rows(self) -> Iterator[tuple[Holder, int, int, int]]:
+        """The same without an object for each: holder, and blocks of the hit, in HBM, in DRAM."""
+        return zip(self.holders, self.hit_blocks, self.hbm_blocks, self.dram_blocks, strict=True)
+
+    @classmethod
+    def of(cls, hits: Iterable[HolderHit]) -> HolderHits:
+        columns = cls([], [], [], [])
+        for hit in hits:
+            columns.holders.append(hit.holder)
+            columns.hit_blocks.append(hit.hit_blocks)
+            columns.hbm_blocks.append(hit.hbm_blocks)
+            columns.dram_blocks.append(hit.dram_blocks)
+        return columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +136,8 @@ class BlockIndex(Protocol):
         DRAM and SSD. Replaces an earlier link. Raises IntegrityError when a base would have a base.
         """
 
-    def query(self, keys: Keys) -> list[HolderHit]:
-        """Leading runs of a chain, one for each holder that has its first block, in no order.
+    def query(self, keys: Keys) -> HolderHits:
+        """Leading runs of a chain, one for each holder that has its first block.
 
         Exact with holes and with tiers alternating. O(len of the longest run).
         """

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from llvmlite import ir
 from numba.extending import intrinsic
 
+U8 = npt.NDArray[np.uint8]
 U64 = npt.NDArray[np.uint64]
 I64 = npt.NDArray[np.int64]
 Word = Any

@@ -28,7 +28,7 @@ from global_index.index import (
     Applied,
     Collected,
     Holder,
-    HolderHit,
+    HolderHits,
     Holding,
     TableSize,
 )
@@ -62,7 +62,6 @@ _ALL_TIERS = 0b111
 _BUCKETS_AT_ONCE = 4
 """A 64th of the table: two milliseconds at five million blocks."""
 _U64 = np.dtype(np.uint64)
-_holder_hit = cast(Callable[[Iterable[int]], HolderHit], partial(tuple.__new__, HolderHit))
 _applied = cast(Callable[[Iterable[int]], Applied], partial(tuple.__new__, Applied))
 """`_make` in a third of the time."""
 _MAP_NORESERVE = 0x4000  # Linux; `mmap` names it from Python 3.13 on
@@ -86,7 +85,7 @@ class MemoryIndex:
         self._cursors: dict[Holder, int] = {}
         self._links = BaseLinks()
         self._link_table = np.full((MAX_HOLDERS, 3), -1, np.int64)
-        self._out = np.zeros((MAX_HOLDERS, 4), np.int64)
+        self._out = np.zeros((4, MAX_HOLDERS), np.int64)
         self._runs = np.full((MAX_HOLDERS, 5), -1, np.int64)
         self._active = np.zeros(MAX_HOLDERS + 1, np.int64)
         tell(self._state, DIGESTS, self._digests)
@@ -146,10 +145,9 @@ class MemoryIndex:
             self._link_table,
         )
 
-    def query(self, keys: Keys) -> list[HolderHit]:
+    def query(self, keys: Keys) -> HolderHits:
         found = walk(self._state, _u64(keys))
-        columns = self._out[:found].T.tolist()
-        return [*map(_holder_hit, zip(*columns, strict=True))]
+        return HolderHits(*self._out[:, :found].tolist())
 
     def holdings(self, key: IndexKey) -> tuple[Holding, ...]:
         word = int(self._slots[kernels.slot_of(self._slots, self._entries, np.uint64(key))])
@@ -302,7 +300,8 @@ class MemoryIndex:
         old = self._slots.size
         larger = max(min(old + old // 3, _most_slots(self._capacity)), old + BUCKET_SLOTS)
         self._use_table(self._slot_room, self._entries, larger)
-        kernels.rehash(self._slots, old, _mapped(old))
+        taken = np.zeros(self._slots.size // BUCKET_SLOTS, np.uint8)
+        kernels.rehash(self._slots, old, taken, _mapped(old))
 
     def _grow_rows(self) -> None:
         old = len(self._rows)

@@ -12,7 +12,16 @@ from emberkv_proto.buckets import BUCKET_SHIFT, KEY_MIX
 from emberkv_proto.events import Keys
 from emberkv_proto.types import IndexKey, Tier, TierDigest
 from global_index.base_links import BaseLinks
-from global_index.index import EVERYTHING, Applied, Collected, Holder, HolderHit, Holding, TableSize
+from global_index.index import (
+    EVERYTHING,
+    Applied,
+    Collected,
+    Holder,
+    HolderHit,
+    HolderHits,
+    Holding,
+    TableSize,
+)
 
 
 class NaiveIndex:
@@ -59,7 +68,7 @@ class NaiveIndex:
     def set_base(self, holder: Holder, base: Holder | None) -> None:
         self._links.set_base(holder, base)
 
-    def query(self, keys: Keys) -> list[HolderHit]:
+    def query(self, keys: Keys) -> HolderHits:
         hits = []
         owners = {holder for holder, _ in self._sets}
         owners.update(*(self._links.dependents(owner) for owner in [*owners]))
@@ -79,7 +88,7 @@ class NaiveIndex:
                 hits.append(
                     HolderHit(holder, sum(counts.values()), counts[Tier.HBM], counts[Tier.DRAM])
                 )
-        return hits
+        return HolderHits.of(hits)
 
     def holdings(self, key: IndexKey) -> tuple[Holding, ...]:
         held = [pair for pair, keys in self._sets.items() if key in keys]

@@ -14,7 +14,7 @@ from global_index.index import (
     BlockIndex,
     Collected,
     Holder,
-    HolderHit,
+    HolderHits,
     Holding,
     TableSize,
 )
@@ -95,7 +95,7 @@ class MirroredIndex:
     def set_base(self, holder: Holder, base: Holder | None) -> None:
         self._inner.set_base(holder, base)
 
-    def query(self, keys: Keys) -> list[HolderHit]:
+    def query(self, keys: Keys) -> HolderHits:
         return self._inner.query(keys)
 
     def holdings(self, key: IndexKey) -> tuple[Holding, ...]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from global_index.jit import (
+    U8,
     U64,
     Int,
     Word,
@@ -29,7 +30,8 @@ BUCKET_SLOTS = 8
 AHEAD = 32
 """Keys whose home buckets are under way at once."""
 
-_0, _1, _8, _32 = map(u64, (0, 1, 8, 32))
+_0, _1, _8, _32, _ALL = map(u64, (0, 1, 8, 32, 255))
+_ONE = np.uint8(1)
 _LOW_HALF = u64(0xFFFFFFFF)
 _MIX = u64(0x9E3779B97F4A7C15)
 
@@ -206,30 +208,32 @@ def bring_back(slots: U64, bucket: Int, hole: Int) -> None:
 
 
 @compiled
-def rehash(slots: U64, old: Int, aside: U64) -> None:
-    """Spread the words of the first `old` slots over all. `aside` has room for all of them.
+def rehash(slots: U64, old: Int, taken: U8, aside: U64) -> None:
+    """Spread the words of the first `old` slots over all.
 
     In place and from the end: homes only move up, so what is written to has been read, but for the
-    few words that have to wait: those that had gone further past their home than this moves, and
-    those that would go round the end.
+    few words that have to wait in `aside`, which has room for all: those that had gone further past
+    their home than this moves, and those that would go round the end. `taken` has a zero for each
+    bucket, and counts: to look into a bucket that was just written to would wait for the writing.
     """
     waiting = 0
-    for slot in range(old - 1, -1, -1):
-        word = slots[slot]
-        if word == _0:
-            continue
-        slots[slot] = _0
-        first = home(word >> _32, slots.shape[0])
-        free = _0
-        if first >= slot & ~(BUCKET_SLOTS - 1):
-            free = equal_words(slots, first, _0)
-            while free == _0 and first + BUCKET_SLOTS < slots.shape[0]:
-                first += BUCKET_SLOTS
-                free = equal_words(slots, first, _0)
-        if free != _0:
-            slots[first + lowest_bit(free)] = word
-        else:
-            aside[waiting] = word
-            waiting += 1
+    for bucket in range(old - BUCKET_SLOTS, -1, -BUCKET_SLOTS):
+        used = equal_words(slots, bucket, _0) ^ _ALL
+        while used != _0:
+            slot = bucket + lowest_bit(used)
+            used &= used - _1
+            word = slots[slot]
+            slots[slot] = _0
+            number = home(word >> _32, slots.shape[0]) >> 3
+            has_moved = number << 3 > bucket
+            while has_moved and taken[number] == BUCKET_SLOTS:
+                number += 1
+                has_moved = number < taken.shape[0]
+            if has_moved:
+                slots[number << 3 | np.int64(taken[number])] = word
+                taken[number] += _ONE
+            else:
+                aside[waiting] = word
+                waiting += 1
     for n in range(waiting):
         put_slot(slots, aside[n])

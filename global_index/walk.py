@@ -70,7 +70,7 @@ def go_on(
 ) -> Int:  # fmt: skip
     """Take a holder's run on to a block that may differ from the one before; return `found`.
 
-    A run that ends here goes to out[found], and the last active holder takes its place.
+    A run that ends here goes to out[:, found], and the last active holder takes its place.
     """
     tier = fastest(rows, links, value, holder)
     was = runs[holder, TIER]
@@ -88,10 +88,10 @@ def go_on(
     active[runs[holder, PLACE]] = moved
     runs[moved, PLACE] = runs[holder, PLACE]
     runs[holder, PLACE] = -1
-    out[found, 0] = holder
-    out[found, 1] = position
-    out[found, 2] = runs[holder, HBM]
-    out[found, 3] = runs[holder, DRAM]
+    out[0, found] = holder
+    out[1, found] = position
+    out[2, found] = runs[holder, HBM]
+    out[3, found] = runs[holder, DRAM]
     return found + 1
 
 
@@ -134,7 +134,7 @@ def start(
 
 @compiled
 def walk(state: I64, keys: U64) -> Int:
-    """Leading runs of a chain: out[n] = (holder, hit, hbm, dram); return how many.
+    """Leading runs of a chain: out[:, n] = (holder, hit, hbm, dram); return how many.
 
     Blocks whose holders are those of the block before cost a comparison; else only runs that
     this block may end or take to another tier are looked at. All of runs[:, PLACE] is -1
@@ -145,7 +145,7 @@ def walk(state: I64, keys: U64) -> Int:
     if total == 0:
         return found
     slots, entries, rows = u64_array(state, SLOTS), u64_array(state, ENTRIES), bitmap_rows(state)
-    links, out = i64_table(state, LINKS, 3), i64_table(state, OUT, 4)
+    links, out = i64_table(state, LINKS, 3), i64_table(state, OUT, state[OUT + 1] // 4)
     runs, active = i64_table(state, RUNS, 5), i64_array(state, ACTIVE)
     top = state[TOP]
     last = active.shape[0] - 1

@@ -26,7 +26,7 @@ from global_index.hbm.places import ChainForm
 from global_index.hbm.rows import EngineRows, RowCounts
 from global_index.hbm.sequence import EventSequence, Verdict
 from global_index.holders import HolderPool
-from global_index.index import BlockIndex, Holder, HolderHit
+from global_index.index import BlockIndex, Holder, HolderHits
 
 log = logging.getLogger(__name__)
 
@@ -251,14 +251,14 @@ class EngineDirectory:
 
     # Questions
 
-    def hits(self, found: Iterable[HolderHit]) -> list[EngineHit]:
+    def hits(self, found: HolderHits) -> list[EngineHit]:
         """What a query of the index has found, of the engines that are current, longest first."""
         hits = []
-        for hit in found:
-            engine = self._by_holder.get(hit.holder)
+        for holder, hit, hbm, dram in found.rows():
+            engine = self._by_holder.get(holder)
             if engine is None or engine.state is not StreamState.CURRENT:
                 continue
-            counts = (hit.hit_blocks, hit.hbm_blocks, hit.dram_blocks, hit.ssd_blocks)
+            counts = (hit, hbm, dram, hit - hbm - dram)
             told = engine.told
             if told is None or counts != engine.told_counts or told.url != engine.info.url:
                 # Many chains have the beginning in common that most engines hold of them.

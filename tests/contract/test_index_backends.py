@@ -50,8 +50,8 @@ def hits(index: BlockIndex, chain: Keys) -> dict[int, tuple[int, int, int, int]]
 
 
 def test_empty_index_and_empty_chain_hit_nothing(index: BlockIndex) -> None:
-    assert index.query(chain(1, 100)) == []
-    assert index.query(keys()) == []
+    assert hits(index, chain(1, 100)) == {}
+    assert hits(index, keys()) == {}
     assert index.apply_stored(A, Tier.DRAM, keys()) == Applied(0, 0, 0)
 
 
@@ -83,7 +83,7 @@ def test_tiers_may_alternate_along_a_run_and_the_fastest_counts(index: BlockInde
 def test_loss_of_the_head_alone_loses_the_whole_run(index: BlockIndex) -> None:
     index.apply_stored(A, Tier.SSD, chain(1, 161))
     index.apply_removed(A, Tier.SSD, keys(1))
-    assert index.query(chain(1, 161)) == []
+    assert hits(index, chain(1, 161)) == {}
 
 
 def test_storing_twice_and_removing_the_absent_change_nothing(index: BlockIndex) -> None:
@@ -99,7 +99,7 @@ def test_storing_twice_and_removing_the_absent_change_nothing(index: BlockIndex)
 def test_key_zero_names_no_block(index: BlockIndex) -> None:
     assert index.apply_stored(A, Tier.DRAM, keys(0, 1)) == Applied(1, 1, 0)
     assert index.apply_removed(A, Tier.DRAM, keys(0)) == Applied(0, 1, 0)
-    assert index.query(keys(0, 1)) == []
+    assert hits(index, keys(0, 1)) == {}
     assert hits(index, keys(1, 0, 1)) == {A: (1, 0, 1, 0)}
     assert index.holdings(IndexKey(0)) == ()
 

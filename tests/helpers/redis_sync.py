@@ -15,7 +15,7 @@ from global_index.index import (
     MAX_HOLDERS,
     Applied,
     Holder,
-    HolderHit,
+    HolderHits,
     Holding,
     TableSize,
 )
@@ -56,8 +56,8 @@ class SyncRedisIndex:
         self._do(self.index.remove_holder(holder))
         return True
 
-    def query(self, keys: Keys) -> list[HolderHit]:
-        return self._do(self.index.query(keys))
+    def query(self, keys: Keys) -> HolderHits:
+        return HolderHits.of(self._do(self.index.query(keys)))
 
     def holdings(self, key: IndexKey) -> tuple[Holding, ...]:
         return self._do(self.index.holdings(key))

@@ -36,7 +36,7 @@ from global_index.memory_index import MemoryIndex
 index = MemoryIndex(1024)
 keys = np.arange(1, 9, dtype=np.uint64)
 index.apply_stored(Holder(0), Tier.DRAM, keys)
-print(index.query(keys)[0].hit_blocks)
+print(index.query(keys).hit_blocks[0])
 """
 
 
@@ -112,7 +112,7 @@ def test_table_that_shrank_and_grew_again_is_exact() -> None:
         assert index.size().blocks == 700
         assert index.size().table_bytes < full / 4
         assert len(index.query(chains[0])) == 13
-        assert all(hit.hit_blocks == 700 for hit in index.query(chains[0]))
+        assert set(index.query(chains[0]).hit_blocks) == {700}
 
 
 @pytest.mark.parametrize("make", [MemoryIndex, DictIndex])
@@ -121,7 +121,8 @@ def test_every_holder_number_there_is_may_hold_one_block(make: type) -> None:
     chain = np.arange(1, 9, dtype=np.uint64)
     for number in range(MAX_HOLDERS):
         index.apply_stored(Holder(number), Tier(1 + number % 3), chain[: 1 + number % 8])
-    hits = {hit.holder: hit.hit_blocks for hit in index.query(chain)}
+    found = index.query(chain)
+    hits = dict(zip(found.holders, found.hit_blocks, strict=True))
     assert hits == {number: 1 + number % 8 for number in range(MAX_HOLDERS)}
     assert MAX_NODES == 4096
 
@@ -131,7 +132,7 @@ def test_full_index_refuses_ends_of_chains_and_never_their_heads() -> None:
     chain = np.arange(1, 2001, dtype=np.uint64)
     for start in range(0, 2000, 100):
         index.apply_stored(Holder(1), Tier.DRAM, chain[start : start + 100])
-    assert [hit.hit_blocks for hit in index.query(chain)] == [1024]
+    assert index.query(chain).hit_blocks == [1024]
     assert index.apply_stored(Holder(2), Tier.DRAM, chain[:1500]).changed == 1024
     index.apply_removed(Holder(1), Tier.DRAM, chain)
     index.apply_removed(Holder(2), Tier.DRAM, chain)
