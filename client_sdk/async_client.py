@@ -20,7 +20,7 @@ from client_sdk.patience import (
     Patience,
     check_seconds,
 )
-from client_sdk.prefetch import AsyncPrefetch
+from client_sdk.prefetch import AsyncPrefetch, HintedSource, prefetch_request
 from client_sdk.session import Backoff, Endpoint, M, SessionLostError, SessionState, Terms
 from client_sdk.status import NodeStatus, status_from_wire
 from client_sdk.sync_client import TIER_SETS, ProbeResult
@@ -274,12 +274,13 @@ class AsyncClient:
         return (await self.start_prefetch(hashes, deadline_seconds)).scheduled_blocks
 
     async def start_prefetch(
-        self, hashes: Sequence[BlockHash], deadline_seconds: float
+        self,
+        hashes: Sequence[BlockHash],
+        deadline_seconds: float,
+        source: HintedSource | None = None,
     ) -> AsyncPrefetch:
         """As `SyncClient.start_prefetch`. Cancelling the call cancels the prefetch."""
-        request = store_pb2.PrefetchRequest(
-            hashes=pack_hashes(hashes), deadline_seconds=check_seconds(deadline_seconds)
-        )
+        request = prefetch_request(hashes, deadline_seconds, source)
         session = await self._ready()
         answer = await self._ask(session, Method.PREFETCH, request, store_pb2.PrefetchResponse)
         return AsyncPrefetch(self, session, answer)

@@ -9,23 +9,16 @@ from dataclasses import dataclass
 import grpc
 
 from client_sdk.index_client import CHANNEL_OPTIONS, ember_error
+from client_sdk.prefetch import HintedSource
 from client_sdk.tls import Tls, open_channel
 from emberkv_proto.convert import hashes_to_wire
-from emberkv_proto.types import BlockHash, NamespaceId, NodeId
+from emberkv_proto.types import BlockHash, NamespaceId
 from emberkv_proto.v1 import store_pb2, store_pb2_grpc
 
 MAX_SECONDS = 600.0
 """The longest deadline that daemons take; a longer one is cut to it."""
 ANSWER_SECONDS = 1.0
 """Beyond its deadline a prefetch that has ended is told of for so long."""
-
-
-@dataclass(frozen=True, slots=True)
-class HintedSource:
-    """The node on which a chain is being computed, and how long its next block is waited for."""
-
-    node_id: NodeId
-    patience_seconds: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,15 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from client_sdk.borrowed import pack_hashes
 from client_sdk.connection import Connection
+from client_sdk.patience import check_seconds
 from client_sdk.session import SessionState
+from emberkv_proto.types import BlockHash, NodeId
 from emberkv_proto.v1 import store_pb2
 from emberkv_proto.wire import Method
 
 if TYPE_CHECKING:
     from client_sdk.async_client import AsyncClient
+
+
+@dataclass(frozen=True, slots=True)
+class HintedSource:
+    """The node on which a chain is being computed, and how long its next block is waited for."""
+
+    node_id: NodeId
+    patience_seconds: float
+
+
+def prefetch_request(
+    hashes: Sequence[BlockHash], deadline_seconds: float, source: HintedSource | None
+) -> store_pb2.PrefetchRequest:
+    """Raises InvalidRequestError for seconds that are none."""
+    return store_pb2.PrefetchRequest(
+        hashes=pack_hashes(hashes),
+        deadline_seconds=check_seconds(deadline_seconds),
+        source_node_id=source.node_id if source is not None else "",
+        patience_seconds=check_seconds(source.patience_seconds) if source is not None else 0.0,
+    )
 
 
 class Prefetch:

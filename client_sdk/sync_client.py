@@ -18,7 +18,7 @@ from client_sdk.borrowed import Buffer, pack_hashes
 from client_sdk.connection import ClientCounters, Connection
 from client_sdk.get_pipeline import GetPipeline
 from client_sdk.patience import DEFAULT_PATIENCE, Patience, check_seconds
-from client_sdk.prefetch import Prefetch
+from client_sdk.prefetch import HintedSource, Prefetch, prefetch_request
 from client_sdk.put_pipeline import PutPipeline, PutResult
 from client_sdk.session import Endpoint, Terms
 from client_sdk.status import NodeStatus, status_from_wire
@@ -276,15 +276,21 @@ class SyncClient:
         """Have missing blocks brought into DRAM meanwhile; return how many were scheduled."""
         return self.start_prefetch(hashes, deadline_seconds).scheduled_blocks
 
-    def start_prefetch(self, hashes: Sequence[BlockHash], deadline_seconds: float) -> Prefetch:
-        """As `prefetch`, to be cancelled when the request goes elsewhere."""
+    def start_prefetch(
+        self,
+        hashes: Sequence[BlockHash],
+        deadline_seconds: float,
+        source: HintedSource | None = None,
+    ) -> Prefetch:
+        """As `prefetch`, to be cancelled when the request goes elsewhere.
+
+        `source`: a node on which the chain is being computed. What is missing is taken from it,
+        block by block as it comes; without, from where the index says it is.
+        """
         self._keep_beating()
-        request = store_pb2.PrefetchRequest(
-            hashes=pack_hashes(hashes), deadline_seconds=check_seconds(deadline_seconds)
-        )
         return self._connection.borrow(
             Method.PREFETCH,
-            request,
+            prefetch_request(hashes, deadline_seconds, source),
             store_pb2.PrefetchResponse,
             lambda session, answer, sent_at: Prefetch(self._connection, session, answer),
         )

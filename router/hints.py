@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 
-from client_sdk.hint_client import HintClient, HintedSource
+from client_sdk.hint_client import HintClient
+from client_sdk.prefetch import HintedSource
 from emberkv_proto.errors import DeadlineError, EmberError, UnavailableError
 from emberkv_proto.types import BlockHash, NamespaceId
 from router.decision import Decision

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from client_sdk.hint_client import HintedSource
+from client_sdk.prefetch import HintedSource
 from emberkv_proto.types import NodeId
 from router import usage
 from router.candidates import estimate_of

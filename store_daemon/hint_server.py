@@ -41,7 +41,7 @@ class HintService(store_pb2_grpc.HintsServicer):
             raise InvalidRequestError("a hint without hashes")
         seconds = _seconds(request.deadline_seconds, "deadline_seconds")
         hinted = self._enter().hint(
-            namespace_id_from_wire(request.namespace_id), hashes, seconds, _followed(request)
+            namespace_id_from_wire(request.namespace_id), hashes, seconds, followed_node(request)
         )
         try:
             said = -1
@@ -63,7 +63,8 @@ def _progress(hinted: Hinted, readable: int) -> store_pb2.HintProgress:
     )
 
 
-def _followed(request: store_pb2.HintRequest) -> Followed | None:
+def followed_node(request: store_pb2.HintRequest | store_pb2.PrefetchRequest) -> Followed | None:
+    """Raises InvalidRequestError for a node that is none, or seconds out of range."""
     if not request.source_node_id:
         return None
     if len(request.source_node_id) > MAX_NODE_ID_BYTES:

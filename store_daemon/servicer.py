@@ -28,6 +28,7 @@ from emberkv_proto.v1 import common_pb2, store_pb2
 from emberkv_proto.wire import METHODS, PROTOCOL, Method
 from store_daemon.config import DaemonSection
 from store_daemon.facts import status_facts
+from store_daemon.hint_server import followed_node
 from store_daemon.leases import Lease, LeaseId
 from store_daemon.sessions import Session
 from store_daemon.store import BlockStore
@@ -307,6 +308,7 @@ class Servicer:
             session,
             hashes_from_wire(request.hashes),
             _seconds(request.deadline_seconds, "deadline_seconds"),
+            followed_node(request),
         )
         return store_pb2.PrefetchResponse(
             scheduled_blocks=scheduled.blocks, prefetch_id=scheduled.prefetch_id

@@ -45,7 +45,7 @@ from store_daemon.limbo import Limbo
 from store_daemon.local_index import LocalIndex
 from store_daemon.namespaces import NamespaceBook
 from store_daemon.operations import Operations
-from store_daemon.ports import EventSink, Followed, PeerGrant, Puller
+from store_daemon.ports import EventSink, Followed, PeerGrant, Puller, PullTarget
 from store_daemon.prefetching import NOTHING, Scheduled
 from store_daemon.quotas import change_quotas, tenants_of
 from store_daemon.replicas import ReplicaLimits
@@ -382,18 +382,29 @@ class BlockStore:
             raise unknown
 
     def prefetch(
-        self, session: Session, hashes: Sequence[BlockHash], deadline_seconds: float
+        self,
+        session: Session,
+        hashes: Sequence[BlockHash],
+        deadline_seconds: float,
+        followed: Followed | None = None,
     ) -> Scheduled:
         if self.is_draining:
             return NOTHING
+        if followed is not None:
+            self.holdings.counters["handovers"] += 1
+        target = self._target(followed)
         return self.lender.prefetch(
-            session.id, session.own, hashes, deadline_seconds, self.replica_arrivals
+            session.id, session.own, hashes, deadline_seconds, target, followed
         )
 
     def cancel_prefetch(self, session: Session, prefetch_id: int) -> None:
         """Stop what a prefetch has not begun to move. One that ended is no error."""
         self.lender.prefetches.cancel(session.id, prefetch_id)
         self.holdings.publish()
+
+    def _target(self, followed: Followed | None) -> PullTarget:
+        """What is handed over is computed for this node: it is nobody's replica."""
+        return self.replica_arrivals if followed is None else self.arrivals
 
     # ---- ports ----
 
@@ -408,10 +419,8 @@ class BlockStore:
         if self.is_draining:
             raise DrainingError("the daemon is shutting down and prefetches no more")
         namespace = self._namespaces.known(namespace_id)
-        # What is handed over is computed for this node: it is nobody's replica.
-        target = self.replica_arrivals if followed is None else self.arrivals
         scheduled = self.lender.prefetch(
-            ROUTERS, namespace, hashes, deadline_seconds, target, followed
+            ROUTERS, namespace, hashes, deadline_seconds, self._target(followed), followed
         )
         self.holdings.counters["handovers" if followed else "hints"] += 1
         return HintedChain(self.holdings, self.lender.prefetches, namespace, hashes, scheduled)

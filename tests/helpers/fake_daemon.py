@@ -60,6 +60,7 @@ class FakeDaemon:
     released: list[int] = field(default_factory=list)
     aborted: list[int] = field(default_factory=list)
     prefetches: list[int] = field(default_factory=list)
+    prefetch_requests: list[store_pb2.PrefetchRequest] = field(default_factory=list)
     cancelled: list[int] = field(default_factory=list)
     acquired: list[store_pb2.AcquireRequest] = field(default_factory=list)
     salt_ids: list[bytes] = field(default_factory=list)
@@ -185,6 +186,7 @@ class FakeDaemon:
             case store_pb2.PrefetchRequest():
                 self._last_id += 1
                 self.prefetches.append(self._last_id)
+                self.prefetch_requests.append(request)
                 return store_pb2.PrefetchResponse(
                     scheduled_blocks=len(_split(request.hashes)), prefetch_id=self._last_id
                 )

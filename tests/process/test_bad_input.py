@@ -352,6 +352,7 @@ WRONG_REQUESTS: list[tuple[Method, Any, str]] = [
         "InvalidRequestError",
     ),
     (Method.PREFETCH, store_pb2.PrefetchRequest(deadline_seconds=-1.0), "InvalidRequestError"),
+    (Method.PREFETCH, store_pb2.PrefetchRequest(source_node_id="n"), "InvalidRequestError"),
 ]
 
 

@@ -200,12 +200,16 @@ class HeartbeatResponse(_message.Message):
     def __init__(self, draining: bool = ...) -> None: ...
 
 class PrefetchRequest(_message.Message):
-    __slots__ = ("hashes", "deadline_seconds")
+    __slots__ = ("hashes", "deadline_seconds", "source_node_id", "patience_seconds")
     HASHES_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    PATIENCE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     hashes: bytes
     deadline_seconds: float
-    def __init__(self, hashes: _Optional[bytes] = ..., deadline_seconds: _Optional[float] = ...) -> None: ...
+    source_node_id: str
+    patience_seconds: float
+    def __init__(self, hashes: _Optional[bytes] = ..., deadline_seconds: _Optional[float] = ..., source_node_id: _Optional[str] = ..., patience_seconds: _Optional[float] = ...) -> None: ...
 
 class PrefetchResponse(_message.Message):
     __slots__ = ("scheduled_blocks", "prefetch_id")

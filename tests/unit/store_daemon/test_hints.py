@@ -70,6 +70,20 @@ async def test_followed_chain_arrives_block_by_block_and_is_our_own(small: Small
     assert small.store.holdings.counters["handovers"] == 1
 
 
+async def test_a_session_follows_a_node_too(small: SmallStore) -> None:
+    session = small.open(SPACE)
+    peer = GatedPeer(small)
+    small.store.set_puller(peer)
+    followed = Followed(NodeId("prefill"), 5.0)
+    scheduled = small.store.prefetch(session, HASHES, 30.0, followed)
+    assert scheduled.blocks == 12
+    peer.let_through(12)
+    await until(lambda: small.store.probe(session, HASHES).hit_blocks == 12, "all blocks come")
+    assert (peer.asked, peer.followed) == (0, [followed])
+    assert len(small.store.holdings.replicas) == 0
+    assert small.store.holdings.counters["handovers"] == 1
+
+
 async def test_cancelled_hint_ends_its_pull_and_keeps_what_came(small: SmallStore) -> None:
     small.open(SPACE)
     peer = GatedPeer(small)
