@@ -114,6 +114,11 @@ class EmberConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """False: a block that was not saved is computed again."""
         return False
 
+    @_guarded(lambda: None)
+    def on_new_request(self, request: Request) -> None:
+        if self._scheduler is not None:
+            self._scheduler.enqueued(request)
+
     @_guarded(_no_tokens)
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -165,7 +170,10 @@ class EmberConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self._scheduler is not None and self._scheduler.finished(request), None
+        if self._scheduler is None:
+            return False, None
+        told = self._scheduler.handed_over(request)
+        return self._scheduler.finished(request), told
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]

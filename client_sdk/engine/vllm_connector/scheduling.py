@@ -13,10 +13,18 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from client_sdk.engine.vllm_connector.chains import RequestChain, UncacheableRequestError
+from client_sdk.engine.vllm_connector.handover import (
+    Arrival,
+    Handover,
+    handover_in,
+    handover_params,
+    is_handed_over,
+)
 from client_sdk.engine.vllm_connector.identity import PageShape
 from client_sdk.engine.vllm_connector.plan import LoadPlan, SavePlan, StepPlan, StepReport
 from client_sdk.engine.vllm_connector.settings import ConnectorSettings
 from client_sdk.engine.vllm_connector.stats import EmberStats
+from client_sdk.prefetch import Prefetch
 from client_sdk.sync_borrowed import Lease
 from client_sdk.sync_client import SyncClient
 from emberkv_proto.errors import EmberError
@@ -30,6 +38,8 @@ if TYPE_CHECKING:
 POLL_SECONDS = 0.002
 """How often the daemon is asked after blocks of other nodes."""
 PAUSE_SECONDS = 0.0005
+ANSWERED = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")
+"""How a request ends that has an answer."""
 
 
 @dataclass(eq=False, slots=True)
@@ -38,6 +48,10 @@ class _Known:
 
     request: Request
     chain: RequestChain
+    ahead: Prefetch | None = None
+    """What was sent for when the request came."""
+    arrival: Arrival | None = None
+    """Of a prompt that another engine has computed, until the request is looked up."""
     lease: Lease | None = None
     """On what the store has; held until the load has ended."""
     is_looked_up: bool = False
@@ -54,6 +68,15 @@ class _Known:
     """Leading blocks that the store has, or was told to take."""
     saves_begun: int = 0
     saves_ended: int = 0
+
+    def stop_waiting(self) -> None:
+        """Bring nothing ahead any more."""
+        ahead, self.ahead = self.ahead, None
+        if ahead is not None:
+            ahead.cancel()
+        arrival, self.arrival = self.arrival, None
+        if arrival is not None:
+            arrival.end()
 
     def release(self) -> None:
         lease, self.lease = self.lease, None
@@ -95,6 +118,32 @@ class SchedulerHalf:
 
     # ---- loads ----
 
+    def enqueued(self, request: Request) -> None:
+        """A request has come: what it needs is sent for before its turn comes.
+
+        One that comes to an idle engine is looked up at once anyway.
+        """
+        is_next = not self._known
+        known = self._know(request)
+        handover = handover_in(request.kv_transfer_params)
+        if known is None or (is_next and handover is None):
+            return
+        hashes = known.chain.grow(_tokens(request))
+        if not hashes:
+            return
+        settings = self._settings
+        try:
+            if handover is None:
+                known.ahead = self._client.start_prefetch(hashes, settings.load_seconds)
+                self._stats.count("prefetched_requests")
+            else:
+                self._stats.count("handovers_in")
+                known.arrival = Arrival(
+                    self._client, handover, hashes, settings.handover_seconds, time.monotonic()
+                )
+        except EmberError:
+            self._stats.count("failed_lookups")
+
     def matched_tokens(self, request: Request, computed_tokens: int) -> int | None:
         """Tokens that the store can add to `computed_tokens`; at least one is left to compute.
 
@@ -105,6 +154,9 @@ class SchedulerHalf:
         if known is None or known.gave_up:
             return 0
         known.computed_tokens = computed_tokens
+        if known.arrival is not None and not known.arrival.is_over(time.monotonic()):
+            time.sleep(PAUSE_SECONDS)
+            return None
         if not known.is_looked_up or (known.lease is not None and not known.lease.is_valid):
             self._look_up(known)
         lease = known.lease
@@ -226,11 +278,27 @@ class SchedulerHalf:
         for request_id in requests:
             self._leaving.pop(request_id, None)
 
+    def handed_over(self, request: Request) -> dict[str, Any] | None:
+        """For a finished request's answer, if another engine is to go on: where its blocks are."""
+        known = self._known.get(request.request_id)
+        if known is None or not is_handed_over(request.kv_transfer_params):
+            return None
+        blocks = min(known.saved_blocks, int(request.num_prompt_tokens) // self._shape.block_tokens)
+        if not blocks or request.status.name not in ANSWERED:
+            return None
+        try:
+            handover = Handover(self._client.node_id, blocks)
+        except EmberError:  # the daemon is away, and the blocks with it
+            return None
+        self._stats.count("handovers_out")
+        return handover_params(handover)
+
     def finished(self, request: Request) -> bool:
         """Whether the pages of a finished request must stay until its saves have ended."""
         known = self._known.pop(request.request_id, None)
         if known is not None:
             known.release()
+            known.stop_waiting()
         if known is None or known.saves_ended >= known.saves_begun * self._ranks:
             return False
         self._leaving[request.request_id] = known
@@ -277,6 +345,10 @@ class SchedulerHalf:
         except EmberError:
             self._stats.count("failed_lookups")
             return
+        finally:
+            if known.arrival is not None and not known.arrival.is_complete:
+                self._stats.count("late_handovers")
+            known.stop_waiting()
         if lease.usable_blocks:
             known.lease = lease
 

@@ -28,6 +28,8 @@ class ConnectorSettings:
     """How long a load waits for blocks from SSD or peers; what is late is computed."""
     peer_seconds: float = 0.5
     """How long a request waits for what other nodes have, before it is admitted without."""
+    handover_seconds: float = 1.0
+    """How long the next block of a prompt that another engine computed is waited for."""
     timeout_seconds: float = 0.25
     """What one call of the scheduler to the daemon may cost."""
     verify: bool = True
@@ -65,6 +67,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "load_async": (bool,),
     "load_seconds": (float, int),
     "peer_seconds": (float, int),
+    "handover_seconds": (float, int),
     "timeout_seconds": (float, int),
     "verify": (bool,),
     "block_tokens": (int,),

@@ -22,6 +22,10 @@ COUNTERS = {
     "skipped_blocks": "Blocks that the store had no room for.",
     "lost_saves": "Saves that failed: the daemon was away or answered too late.",
     "uncacheable_requests": "Requests that something beside their tokens shapes.",
+    "prefetched_requests": "Requests whose blocks were sent for while others were before them.",
+    "handovers_out": "Prompts whose blocks another engine was told of.",
+    "handovers_in": "Prompts that another engine had computed.",
+    "late_handovers": "Of these, those whose blocks had not all come in time.",
     "errors": "Calls of the engine that failed inside the connector.",
 }
 
