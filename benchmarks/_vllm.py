@@ -13,7 +13,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -208,15 +208,23 @@ class HttpServer(_Process):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # Asked to end it takes its shared memory along; killed it would leave it behind.
+        self.ask_to_end()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(STOP_SECONDS)
+        self.kill()
+
+    def ask_to_end(self) -> None:
+        """It takes its shared memory along then; killed it would leave it behind."""
         if self.process.poll() is None:
             self.process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(STOP_SECONDS)
-        self.kill()
 
     def start(self) -> None:
         """Start and wait until it answers; also after `kill`."""
+        self.spawn()
+        self.await_serving()
+
+    def spawn(self) -> None:
+        """Start; several may, before they are waited for."""
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 self._command,
@@ -227,6 +235,9 @@ class HttpServer(_Process):
                 start_new_session=True,
                 env=self._variables,
             )
+
+    def await_serving(self) -> None:
+        """Raises AssertionError when it ends, or does not answer in time."""
         deadline = time.monotonic() + self.start_seconds
         while True:
             try:
@@ -250,6 +261,24 @@ class HttpServer(_Process):
         with urllib.request.urlopen(request, timeout=ANSWER_SECONDS) as answer:  # noqa: S310
             loaded: dict[str, Any] = json.loads(answer.read())
         return loaded
+
+
+@contextlib.contextmanager
+def side_by_side(*servers: HttpServer) -> Iterator[None]:
+    """All serve inside the block; they start and end at the same time, which takes cores."""
+    spawned: list[HttpServer] = []
+    try:
+        for server in servers:
+            server.spawn()
+            spawned.append(server)
+        for server in servers:
+            server.await_serving()
+        yield
+    finally:
+        for server in spawned:
+            server.ask_to_end()
+        for server in spawned:
+            server.__exit__(None, None, None)
 
 
 class Server(HttpServer):

@@ -1,7 +1,8 @@
 """Runs in vLLM's environment: an engine in this process, told what to do line by line.
 
 The first line of standard input is the engine's options, each further one a request; each gets
-one line of JSON on standard output. What the engine prints goes to standard error.
+one line of JSON on standard output. What the engine prints goes to standard error; some versions
+print while they are imported, so that is done late.
 """
 
 from __future__ import annotations
@@ -9,11 +10,10 @@ from __future__ import annotations
 import json
 import os
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from vllm import LLM, SamplingParams
-from vllm.config import KVEventsConfig, KVTransferConfig
-from vllm.lora.request import LoRARequest
+if TYPE_CHECKING:
+    from vllm import LLM
 
 
 def prompt(row: dict[str, Any]) -> dict[str, Any]:
@@ -24,6 +24,9 @@ def prompt(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def generate(llm: LLM, job: dict[str, Any]) -> list[dict[str, Any]]:
+    from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
+
     rows = job["prompts"]
     adapters = [
         LoRARequest(row["lora"]["name"], row["lora"]["id"], row["lora"]["path"])
@@ -58,6 +61,10 @@ def counters(llm: LLM) -> dict[str, float]:
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+
+    from vllm import LLM
+    from vllm.config import KVEventsConfig, KVTransferConfig
+
     options = json.loads(sys.stdin.readline())
     transfer = options.pop("kv_transfer_config", None)
     if transfer is not None:
