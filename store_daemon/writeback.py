@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from client_sdk import faults
 from emberkv_proto.hashing import UNKNOWN_CHECKSUM, checksum
+from emberkv_proto.types import BlockHash
 from store_daemon.block import UNWRITTEN, Block
 from store_daemon.config import SsdSection
 from store_daemon.holdings import Holdings
@@ -43,6 +44,15 @@ class _Written:
     results: list[SsdRow | SsdFailure] = field(default_factory=list)
     before: TierChanges = field(default_factory=TierChanges)
     after: list[TierChanges] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What the writing thread has at the moment."""
+
+    hashes: frozenset[BlockHash]
+    left: asyncio.Future[tuple[SsdRow, ...]]
+    """Done when it has ended: the rows that are then to be forgotten. Do not cancel it."""
 
 
 class WritebackQueue:
@@ -81,6 +91,7 @@ class WritebackQueue:
         holdings.is_being_saved = self.is_being_saved
         if self._mode == "on_reuse":
             holdings.on_reused = self._reused
+        self.in_flight: Batch | None = None
         self._wake = asyncio.Event()
         self._is_closing = False
         self._piece_bytes = ssd.segment_bytes // 4
@@ -207,6 +218,8 @@ class WritebackQueue:
         records = [record for block in blocks for record in self._records(block)]
         unverified = {i for i, record in enumerate(records) if not self._is_verified(record)}
         loop = asyncio.get_running_loop()
+        batch = Batch(frozenset(block.hash for block in blocks), loop.create_future())
+        self.in_flight = batch
         try:
             written = await loop.run_in_executor(
                 self._executor, self._write, records, unverified, forget
@@ -215,6 +228,8 @@ class WritebackQueue:
             for record in records:
                 record.payload.release()
         self._take_over(blocks, records, written)
+        self.in_flight = None
+        batch.left.set_result(tuple(self._holdings.rows_to_forget))
 
     def _next_blocks(self) -> list[Block]:
         blocks: list[Block] = []

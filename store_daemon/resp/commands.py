@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from emberkv_proto import __version__
-from emberkv_proto.errors import EmberError, InvalidRequestError, PoolFullError
+from emberkv_proto.errors import EmberError, InvalidRequestError, PoolFullError, UnavailableError
 from store_daemon.resp import replies
 from store_daemon.resp.replies import OK, Later, ReplyLine
 from store_daemon.resp.requests import MAX_WORD_BYTES, Request
-from store_daemon.resp.values import Incoming, ValueShelf
-from store_daemon.tiers.ssd import SsdRow
+from store_daemon.resp.values import Incoming, Leftovers, ValueShelf
 
 MAX_NAME_BYTES = 256
 MOST_WRONG_PASSWORDS = 5
@@ -114,13 +113,13 @@ class Conversation:
     def received(self, incoming: Incoming) -> None:
         """The value of a SET is complete."""
         try:
-            rows = self._shelf.commit(incoming)
+            left = self._shelf.commit(incoming)
         except InvalidRequestError as error:
             self._error(f"ERR {error}")
             return
         self._count("resp_commands")
         self._count("resp_stored_values")
-        self._after(rows, OK)
+        self._after(left, OK)
 
     def refuse(self, error: bytes) -> None:
         """What `expect` said."""
@@ -182,31 +181,31 @@ class Conversation:
         self._steps = self._delete_each(arguments)
 
     def _delete_each(self, keys: Sequence[bytes]) -> Iterator[None]:
-        removed, rows = 0, []
+        removed, left = 0, Leftovers()
         for key in keys:
-            gone = self._shelf.remove(key)
-            if gone is not None:
-                removed += 1
-                rows += gone
+            removed += self._shelf.remove(key, left)
             yield
-        self._after(rows, replies.integer(removed))
+        self._after(left, replies.integer(removed))
 
     def set(self, arguments: Sequence[bytes]) -> None:
         """Only with options: without, the value does not come as a word."""
         self._error("ERR syntax error: this server knows SET key value, without options")
 
-    def _after(self, rows: Sequence[SsdRow], reply: bytes) -> None:
-        """Answer once the rows cannot be found again."""
-        if not rows:
+    def _after(self, left: Leftovers, reply: bytes) -> None:
+        """Answer once what is left cannot be found again."""
+        if not left:
             self.line.text(reply)
             return
         later = Later()
         self.line.later(later)
-        self._work(self._forget(rows, later, reply))
+        self._work(self._forget(left, later, reply))
 
-    async def _forget(self, rows: Sequence[SsdRow], later: Later, reply: bytes) -> None:
+    async def _forget(self, left: Leftovers, later: Later, reply: bytes) -> None:
         try:
-            await self._shelf.forgotten(rows)
+            await self._shelf.forget(left)
+        except UnavailableError as error:
+            self._count("resp_errors")
+            reply = replies.error(f"ERR {error}")
         finally:
             later.text = reply
 

@@ -13,12 +13,17 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import blake3
 
-from emberkv_proto.errors import DrainingError, EmberError, InvalidRequestError, PoolFullError
+from emberkv_proto.errors import (
+    DrainingError,
+    EmberError,
+    InvalidRequestError,
+    PoolFullError,
+    UnavailableError,
+)
 from emberkv_proto.hashing import RunningChecksum
 from emberkv_proto.layout import Group, GroupKind, Namespace
 from emberkv_proto.shm_layout import ALIGNMENT, align_up
@@ -30,6 +35,7 @@ from store_daemon.store import BlockStore
 from store_daemon.tenants import Quota, Tenant
 from store_daemon.tiers.slots import Slot
 from store_daemon.tiers.ssd import SsdRow
+from store_daemon.writeback import Batch
 
 _HEADER = struct.Struct("<4sIQ")
 _MAGIC = b"EKV1"
@@ -37,6 +43,8 @@ HEADER_BYTES = _HEADER.size
 _STEPS = 16
 """Sizes between a power of two and the next."""
 BRING_SECONDS = 10.0
+FORGET_SECONDS = 10.0
+"""How long a DEL waits for a copy of its value that is being written."""
 MOST_TRIES = 3
 """How often a value that was replaced while it was brought is looked up again."""
 
@@ -93,9 +101,22 @@ class Outgoing:
         return self.lease is not None
 
 
+@dataclass(slots=True)
+class Leftovers:
+    """What a start of the daemon could still find of values that are gone."""
+
+    rows: list[SsdRow] = field(default_factory=list)
+    hashes: set[BlockHash] = field(default_factory=set)
+    """Of those that `batches` write or move at the moment."""
+    batches: list[Batch] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.rows or self.batches)
+
+
 @dataclass(eq=False, slots=True)
 class ValueShelf:
-    """The values of one door. Runs on the store's loop; only `bring` and `forgotten` wait.
+    """The values of one door. Runs on the store's loop; only `bring` and `forget` wait.
 
     Who calls `begin`, `commit` or `remove` calls `publish` before the loop turns.
     """
@@ -216,11 +237,11 @@ class ValueShelf:
         self._arrived(incoming)
         self.store.holdings.give_back([incoming.slot])
 
-    def commit(self, incoming: Incoming) -> list[SsdRow]:
+    def commit(self, incoming: Incoming) -> Leftovers:
         """The value is complete: it takes over its key.
 
-        Returns the rows of the value that was there before. Until they are `forgotten`, the
-        daemon's end could bring it back.
+        Returns the rows of the value that was there before: forget them. Its copy may be on its way
+        to SSD as well, which needs no waiting: where a start finds both, it takes what is in DRAM.
 
         Raises InvalidRequestError: an engine's block has this hash.
         """
@@ -234,27 +255,50 @@ class ValueShelf:
         incoming._sum.update(rest)
         holdings.catalog.wake((incoming.block_hash,))
         earlier = holdings.catalog.blocks.get(incoming.block_hash)
-        rows: list[SsdRow] = []
+        left = Leftovers()
         if earlier is not None:
             if not self._is_ours(earlier):
                 holdings.give_back([slot])
                 raise InvalidRequestError("this key's hash is taken by another kind of block")
-            rows = holdings.remove(earlier)
+            left.rows = holdings.remove(earlier)
         block = holdings.catalog.begin_part(
             incoming.session.own, incoming.block_hash, None, 0, self.tenant
         )
         holdings.commit_part(block, 0, slot, incoming._sum.value)
-        return rows
+        return left
 
-    def remove(self, key: bytes) -> list[SsdRow] | None:
-        """Delete a value; None: there was none. The rows are as those of `commit`."""
-        block = self._find(self._hash(key))
-        if block is None:
-            return None
-        return self.store.holdings.remove(block)
+    def remove(self, key: bytes, left: Leftovers) -> bool:
+        """Delete a value; whether there was one. What is left of it is added to `left`.
 
-    async def forgotten(self, rows: Sequence[SsdRow]) -> None:
-        """Strike rows out of the local index, so that no start of the daemon finds them."""
+        A batch that is being written may hold the value, one that it replaced, or its copy on the
+        way to another segment.
+        """
+        block_hash = self._hash(key)
+        block = self._find(block_hash)
+        rows = [] if block is None else self.store.holdings.remove(block)
+        left.rows += rows
+        writeback = self.store.writeback
+        batch = writeback.in_flight if writeback is not None else None
+        if batch is not None and (rows or block_hash in batch.hashes):
+            left.hashes.add(block_hash)
+            if batch not in left.batches:
+                left.batches.append(batch)
+        return block is not None
+
+    async def forget(self, left: Leftovers) -> None:
+        """Strike out what is left, so that no start of the daemon finds it.
+
+        Raises UnavailableError: the drive takes more than FORGET_SECONDS for what it writes now.
+        """
+        rows = left.rows
+        if left.batches:
+            ends = [batch.left for batch in left.batches]
+            _, writing = await asyncio.wait(ends, timeout=FORGET_SECONDS)
+            if writing:
+                raise UnavailableError("the drive is busy: a restart may bring back what is gone")
+            rows = rows + [
+                row for end in ends for row in end.result() if row.block_hash in left.hashes
+            ]
         if rows and self.store.ssd is not None:
             await asyncio.to_thread(self.store.ssd.forget, rows)
 

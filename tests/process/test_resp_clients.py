@@ -127,7 +127,6 @@ def test_values_outlive_the_kill_of_the_daemon(own_daemon: DaemonProcess) -> Non
             client.set(f"k{size}", b"old")
             client.set(f"k{size}", value_of(size, size))
         client.set("gone", b"x")
-        # While its copy is being written, a value that is deleted may outlive a kill.
         until(lambda: own_daemon.metrics()['emberkv_store_blocks{tier="ssd"}'] == len(SIZES) + 1)
         client.delete("gone")
     own_daemon.kill()
@@ -135,6 +134,34 @@ def test_values_outlive_the_kill_of_the_daemon(own_daemon: DaemonProcess) -> Non
     with connect(own_daemon) as client:
         assert client.mget(*(f"k{s}" for s in SIZES)) == [value_of(s, s) for s in SIZES]
         assert client.get("gone") is None
+
+
+def test_what_is_deleted_while_its_copy_is_being_written_does_not_outlive_a_kill(
+    tmp_path: Path,
+) -> None:
+    process = open_daemon(tmp_path)
+    process.faults = "segment_sync=delay:0.5"  # the records are in the file by then
+    with process as daemon:
+        with connect(daemon) as client:
+            client.set("kept", b"x")
+            client.set("gone", value_of("gone", 3000))
+            until(lambda: any(value_of("gone", 3000)[:64] in raw for raw in segments(daemon)))
+            assert client.delete("gone") == 1
+        daemon.kill()
+        daemon.faults = ""
+        daemon.start()
+        with connect(daemon) as client:
+            assert client.mget("kept", "gone") == [b"x", None]
+        daemon.kill()
+        daemon.pool_path.unlink()
+        daemon.start()
+        with connect(daemon) as client:
+            assert client.get("gone") is None
+
+
+def segments(daemon: DaemonProcess) -> list[bytes]:
+    """What is in the files of the SSD tier."""
+    return [path.read_bytes() for path in (daemon.directory / "ssd").rglob("*") if path.is_file()]
 
 
 def test_values_come_back_from_ssd_after_the_pool_is_lost(own_daemon: DaemonProcess) -> None:

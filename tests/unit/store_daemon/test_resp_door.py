@@ -442,7 +442,7 @@ async def test_work_that_fails_ends_its_connection_instead_of_leaving_it_without
         (block,) = served.small.store.holdings.catalog.blocks.values()
         served.small.store.holdings.evict(block)
         served.small.store.holdings.publish()
-        for name in ("wait", "forgotten"):
+        for name in ("wait", "forget"):
             owner = served.small.store if name == "wait" else ValueShelf
             monkeypatch.setattr(owner, name, fail)
         one.send(*words)
