@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from emberkv_proto.types import BlockHash, ChainHits, EngineHit, NodeHit
+from emberkv_proto.types import BlockHash, ChainHits, EngineHit, HashScheme, NodeHit
 from router.candidates import Asked, Candidate, CostPolicy, Preferences, estimate_of, make_policy
 from router.chains import ChainKeys, ChainKind, ChainMemory
 from router.config import PolicyName
@@ -201,7 +201,10 @@ class Chooser:
         count = len(prompt.ids)
         self._metrics.prompt_tokens.inc(count)
         plan = Plan(model, count, None)
+        is_keyed = bool(body.get("extra_key"))
         for kind in self._engines.kinds(model):
+            if is_keyed and kind.scheme is HashScheme.SGLANG:
+                continue  # its blocks are others than those of these tokens alone
             if count >= kind.block_tokens:
                 keys = prompt.chains.get(kind) or await self._keys(kind, prompt, body)
                 if not keys.numbers:

@@ -9,6 +9,7 @@ import numpy as np
 
 from emberkv_proto.chains import chain_hashes, chain_start
 from emberkv_proto.hashing import ExtraKey
+from emberkv_proto.page_hashes import first_in_events
 from emberkv_proto.request_keys import adapter_key, media_key, salt_bytes
 from emberkv_proto.types import BlockHash, HashScheme, NamespaceId
 from global_index.hbm.events import EngineHash, EngineStored
@@ -90,7 +91,10 @@ class Placing:
         if self._form.scheme is HashScheme.UNKNOWN:
             return 0
         if self._form.scheme is HashScheme.SGLANG and (
-            run.adapter or any(run.media) or run.block_tokens != self._form.block_tokens
+            run.adapter
+            or any(run.media)
+            or run.block_tokens != self._form.block_tokens
+            or not _is_as_said(run)
         ):
             return 0
         return run.understood_blocks if not run.adapter or run.adapter in self._adapters else 0
@@ -155,3 +159,17 @@ class Placing:
             extra_keys=keys,
             parent=start.whole,
         )
+
+
+def _is_as_said(run: EngineStored) -> bool:
+    """Whether SGLang's own hash of a prompt's first page is made of what its event says.
+
+    A request's `extra_key` is in the hash (format "dynamo") and not in the event; what a page of a
+    draft model's bigrams is made of is not either. All that follows goes on from the first page.
+    """
+    if run.parent is not None:
+        return True
+    first, number = run.tokens[: run.block_tokens], run.hashes[0]
+    return isinstance(number, int) and number % (1 << 64) in first_in_events(
+        first, salt_bytes(run.salt)
+    )

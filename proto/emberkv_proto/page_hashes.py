@@ -24,6 +24,8 @@ from emberkv_proto.types import BLOCK_HASH_BYTES, BlockHash, NamespaceId
 PageHash = bytes
 """32 bytes, SGLang's own; 64 hex digits in its calls, the first 8 bytes in its events."""
 _SEED_TAG = b"sglang-cache-namespace-v1"
+_EVENT_SALT_TAG = b"sglang-cache-salt-v1\0"
+_EVENT_SEED_TAG = b"sglang-kv-event-namespace-v1"
 
 
 def page_hashes(
@@ -77,7 +79,25 @@ def unrooted(namespace_id: NamespaceId, block_hash: BlockHash) -> PageHash:
 
 def page_seed(salt: bytes) -> bytes:
     """What stands before the first page: no extra key, and the salt with its length."""
-    if not salt:
-        return b""
+    return _seed(_SEED_TAG, salt) if salt else b""
+
+
+def first_in_events(tokens: Tokens, salt: bytes = b"") -> frozenset[int]:
+    """By which numbers, of 64 bits, SGLang's events may call a prompt's first page of these tokens.
+
+    For a request without `extra_key`: in the format "dynamo" one with it has another number, in
+    the default format it has not. Pages of a salted request are chained by another seed there than
+    in the storage.
+    """
+    before = hashlib.sha256(_EVENT_SALT_TAG + salt).digest() if salt else b""
+    plain = hashlib.sha256(before + pack_tokens(tokens)).digest()[:8]
+    numbers = {plain}
+    if salt:
+        numbers.add(hashlib.sha256(_seed(_EVENT_SEED_TAG, salt) + plain).digest()[:8])
+    return frozenset(int.from_bytes(number, "big") for number in numbers)
+
+
+def _seed(tag: bytes, salt: bytes) -> bytes:
+    """No extra key, and the salt with its length."""
     part = b"\x01" + len(salt).to_bytes(8, "little") + salt
-    return hashlib.sha256(_SEED_TAG + b"\x00" + part).digest()
+    return hashlib.sha256(tag + b"\x00" + part).digest()

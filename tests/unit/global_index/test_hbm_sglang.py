@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import struct
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -54,10 +56,16 @@ def keys_stored(engine: EngineRows, event: EngineStored) -> list[int]:
     return [int(key) for change in changes for key in change.keys]
 
 
+def pages_in_events(salt: str) -> list[bytes]:
+    """Whose first 8 bytes SGLang's events carry: salted requests have another seed there."""
+    seed = hashlib.sha256(b"sglang-cache-salt-v1\0" + salt.encode()).digest() if salt else None
+    return page_hashes(TOKENS, 16, parent=seed)
+
+
 @pytest.mark.parametrize("salt", ["", "tenant"])
 def test_rows_are_those_of_the_backends_blocks(salt: str) -> None:
-    pages = page_hashes(TOKENS, 16, salt=salt.encode())
-    blocks = rooted(SPACE, pages)
+    blocks = rooted(SPACE, page_hashes(TOKENS, 16, salt=salt.encode()))
+    pages = pages_in_events(salt)
     asked = chain_hashes(HashScheme.SGLANG, SPACE, TOKENS, 16, salt=salt.encode())
     assert asked == blocks
     engine = rows()
@@ -73,6 +81,44 @@ def test_a_child_that_comes_before_its_parent_finds_its_place() -> None:
     engine = rows()
     assert keys_stored(engine, stored(pages[2:], TOKENS[32:], pages[1])) == []
     assert len(keys_stored(engine, stored(pages[:2], TOKENS[:32]))) == 4
+
+
+def namespaced(page: bytes, extra_key: str | None, salt: str) -> int:
+    """SGLang's hash of a page in events of the format "dynamo"."""
+    seed = hashlib.sha256(b"sglang-kv-event-namespace-v1")
+    for part in (extra_key, salt or None):
+        raw = (part or "").encode()
+        seed.update(b"\0" if part is None else b"\x01" + len(raw).to_bytes(8, "little") + raw)
+    digest = hashlib.sha256(seed.digest() + page[:8]).digest()
+    return int.from_bytes(digest[:8], "big", signed=True)
+
+
+@pytest.mark.parametrize("salt", ["", "tenant"])
+def test_blocks_of_an_extra_key_that_their_hash_tells_of_are_counted_and_not_indexed(
+    salt: str,
+) -> None:
+    pages = pages_in_events(salt)
+    plain = [namespaced(page, None, salt) if salt else told([page])[0] for page in pages]
+    keyed = [namespaced(page, "user-1", salt) for page in pages]
+    engine = rows()
+    event = stored(pages, TOKENS, salt=salt)
+    for hashes in (keyed, plain):
+        first, rest = hashes[:2], hashes[2:]
+        head = replace(event, hashes=tuple(first), tokens=event.tokens[:32], understood_blocks=2)
+        tail = replace(
+            event,
+            hashes=tuple(rest),
+            parent=first[-1],
+            tokens=event.tokens[32:],
+            understood_blocks=2,
+        )
+        expected = 2 if hashes is plain else 0
+        assert len(keys_stored(engine, head)) == len(keys_stored(engine, tail)) == expected
+    assert engine.counts.not_understood == len(pages)
+    assert engine.rows == len(pages)
+    engine.apply([EngineRemoved(tuple(keyed), 0)])
+    engine.check_integrity()
+    assert engine.rows == len(pages)
 
 
 def test_what_the_page_hash_does_not_tell_is_not_indexed() -> None:

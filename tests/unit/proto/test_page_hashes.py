@@ -8,7 +8,7 @@ import pytest
 
 from emberkv_proto.errors import InvalidRequestError
 from emberkv_proto.hashing import index_key
-from emberkv_proto.page_hashes import page_hashes, rooted, unrooted
+from emberkv_proto.page_hashes import first_in_events, page_hashes, rooted, unrooted
 from emberkv_proto.types import NamespaceId
 
 TOKENS = [(7 * i * i + 3 * i) % 50000 for i in range(3 * 16 + 5)]
@@ -27,6 +27,17 @@ SALTED = {
 }
 EVENT = -5671656136459432977
 """The hash of the first page in SGLang's events."""
+SALTED_EVENTS = {
+    "tenant-a": (-5926284194137671183, -2659154426958819421),
+    "mandant-ä": (-3424820297484212995, -5602797176740124464),
+}
+"""The same in both of its formats, made by SGLang 0.5.23."""
+KEYED_EVENTS = {
+    "": -3280536623130653507,
+    "tenant-a": -4467966003800440203,
+    "mandant-ä": -1104695898965931342,
+}
+"""Of requests with the extra key "x", in the format "dynamo"."""
 
 
 def test_hashes_are_those_of_sglang() -> None:
@@ -65,3 +76,12 @@ def test_the_hash_in_an_event_is_the_begin_of_the_page_hash() -> None:
     assert struct.unpack(">q", first[:8]) == (EVENT,)
     mask = int.from_bytes(rooted(FIRST, [bytes(32)])[0][:8], "little")
     assert index_key(rooted(FIRST, [first])[0]) == int.from_bytes(first[:8], "little") ^ mask
+
+
+def test_events_call_a_first_page_by_what_is_made_of_its_tokens_and_salt() -> None:
+    first = TOKENS[:16]
+    assert first_in_events(first) == {EVENT % (1 << 64)}
+    for salt, numbers in SALTED_EVENTS.items():
+        assert first_in_events(first, salt.encode()) == {n % (1 << 64) for n in numbers}
+    for salt, number in KEYED_EVENTS.items():
+        assert number % (1 << 64) not in first_in_events(first, salt.encode())

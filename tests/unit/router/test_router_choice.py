@@ -60,6 +60,10 @@ async def test_an_sglang_engine_is_asked_for_by_its_own_page_hashes() -> None:
             got = await request(router.port, "/route/explain", body)
             assert {chain["blocks"] for chain in got.json["chains"]} == {100}
             assert len(got.json["chains"]) == 2, "both engines' hashes were asked for"
+            for key, chains in (("user-1", 1), ("", 2), (None, 2)):
+                keyed = {**body, "extra_key": key}
+                got = await request(router.port, "/route/explain", keyed)
+                assert len(got.json["chains"]) == chains, key
 
 
 async def test_of_two_engines_on_a_node_the_one_whose_hbm_has_the_blocks_is_chosen() -> None:
