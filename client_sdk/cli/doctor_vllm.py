@@ -60,7 +60,12 @@ def examine_vllm(command: Sequence[str]) -> list[Finding]:
     except ValueError as error:
         fix = f"quote it for the shell: '{EXAMPLE}'"
         return [Finding("kv-transfer-config", Verdict.FAIL, str(error), fix)]
-    return [*_check_transfer(config), *_check_events(flags, config), *_check_split(flags)]
+    return [
+        *_check_transfer(config),
+        *_check_sizes(flags, config),
+        *_check_events(flags, config),
+        *_check_split(flags),
+    ]
 
 
 def _flags(command: Sequence[str]) -> dict[str, str]:
@@ -113,6 +118,33 @@ def _check_daemon(path: Path) -> Finding:
     except EmberError as error:
         return Finding("store daemon", Verdict.WARN, str(error), "the engine starts without it")
     return Finding("store daemon", Verdict.OK, f"{status.node_id} at {path}: {status.state}")
+
+
+def _check_sizes(flags: dict[str, str], transfer: dict[str, Any]) -> Iterator[Finding]:
+    """Blocks of ours are whole blocks of the engine's; its hashes are only names to us."""
+    extra = transfer.get("kv_connector_extra_config")
+    ours = extra.get("block_tokens") if isinstance(extra, dict) else None
+    if ours is not None and type(ours) is not int:
+        return  # told already: a key of the wrong kind
+    theirs = flags.get("block-size")
+    name = "block_tokens"
+    if ours is None:
+        size = theirs or "the engine's own choice"
+        yield Finding(name, Verdict.OK, f"{size}: one of the engine's blocks")
+    elif theirs is None:
+        seen = f"{ours}, but the engine chooses its own block size by device and version"
+        yield Finding(name, Verdict.WARN, seen, f"add --block-size, {ours} or a divisor of it")
+    elif not theirs.isdecimal() or not int(theirs) or ours % int(theirs):
+        seen = f"{ours} is no multiple of --block-size {theirs}: the engine runs without the store"
+        yield Finding(name, Verdict.FAIL, seen, f'set "{name}" to a multiple of {theirs}')
+    else:
+        yield Finding(name, Verdict.OK, f"{ours}: {ours // int(theirs)} of the engine's blocks")
+    name = "prefix-caching-hash-algo"
+    if name in flags:
+        yield Finding(name, Verdict.OK, f"{flags[name]}: any will do, blocks have hashes of ours")
+    if "no-enable-prefix-caching" in flags:
+        seen = "off: what is in the store is copied for each request, and routers see no HBM"
+        yield Finding("prefix caching", Verdict.WARN, seen, "leave out --no-enable-prefix-caching")
 
 
 def _check_events(flags: dict[str, str], transfer: dict[str, Any]) -> Iterator[Finding]:

@@ -6,6 +6,7 @@ import json
 import resource
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -160,6 +161,39 @@ def test_a_vllm_command_is_checked_flag_by_flag(tmp_path: Path) -> None:
     assert verdicts(f"--kv-transfer-config={typo}")["extra config"] is Verdict.FAIL
     split = verdicts("--kv-transfer-config", json.dumps(good), "--pipeline-parallel-size=2")
     assert split["pipeline-parallel-size"] is Verdict.WARN
+
+
+@pytest.mark.parametrize(
+    ("extra", "flags", "verdict"),
+    [
+        ({}, [], Verdict.OK),
+        ({}, ["--block-size=16"], Verdict.OK),
+        ({"block_tokens": 256}, ["--block-size", "128"], Verdict.OK),
+        ({"block_tokens": 256}, [], Verdict.WARN),
+        ({"block_tokens": 100}, ["--block-size=16"], Verdict.FAIL),
+        ({"block_tokens": 16}, ["--block-size=0x10"], Verdict.FAIL),
+        ({"block_tokens": 16}, ["--block-size=0"], Verdict.FAIL),
+    ],
+)
+def test_a_vllm_commands_block_sizes_are_checked(
+    tmp_path: Path, extra: dict[str, Any], flags: list[str], verdict: Verdict
+) -> None:
+    transfer = json.loads(EXAMPLE)
+    transfer["kv_connector_extra_config"] = {"socket_path": str(tmp_path / "none.sock"), **extra}
+    command = ["--kv-transfer-config", json.dumps(transfer), *flags]
+    found = {finding.check: finding.verdict for finding in examine_vllm(command)}
+    assert found["block_tokens"] is verdict
+
+
+def test_a_vllm_commands_own_cache_is_checked(tmp_path: Path) -> None:
+    transfer = json.loads(EXAMPLE)
+    transfer["kv_connector_extra_config"] = {"socket_path": str(tmp_path / "none.sock")}
+    command = ["--kv-transfer-config", json.dumps(transfer)]
+    found = {f.check: f for f in examine_vllm([*command, "--prefix-caching-hash-algo=sha256_cbor"])}
+    assert found["prefix-caching-hash-algo"].seen.startswith("sha256_cbor: any will do")
+    assert "prefix caching" not in found
+    found = {f.check: f for f in examine_vllm([*command, "--no-enable-prefix-caching"])}
+    assert found["prefix caching"].verdict is Verdict.WARN
 
 
 @pytest.mark.parametrize(
