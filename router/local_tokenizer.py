@@ -38,6 +38,8 @@ LEFT_TO_ENGINES = (
     "reasoning_effort",
 )
 """Fields whose effect on the rendering differs between engines and their versions."""
+ROLES = ("system", "user", "assistant")
+"""Engines rename others: vLLM makes a `developer` a `system`, unless the template knows it."""
 _SAMPLES = (
     "Hello  world\n",
     " leading",
@@ -117,12 +119,12 @@ class LocalTokenizer:
         arguments = body.get("chat_template_kwargs") or {}
         if not isinstance(messages, list) or not isinstance(arguments, dict):
             raise NotRenderedError
-        if tools is not None and not isinstance(tools, list):
+        if tools is not None and not (isinstance(tools, list) and all(map(_is_whole, tools))):
             raise NotRenderedError
         for message in messages:
             if not isinstance(message, dict) or not set(message) <= {"role", "content", "name"}:
                 raise NotRenderedError
-            if not isinstance(message.get("content"), str):
+            if message.get("role") not in ROLES or not isinstance(message.get("content"), str):
                 raise NotRenderedError
         generates = body.get("add_generation_prompt", True)
         try:
@@ -173,6 +175,23 @@ class LocalTokenizer:
         self._pieces.clear()
         self._characters = 0
         return bool(tokens)
+
+
+def _is_whole(tool: Any) -> bool:
+    """Whether engines give a tool to the template as it came.
+
+    vLLM fills in what is missing with null and puts fields into this order.
+    """
+    if not isinstance(tool, dict) or list(tool) != ["type", "function"]:
+        return False
+    function = tool["function"]
+    return (
+        isinstance(function, dict)
+        and list(function) == ["name", "description", "parameters"]
+        and isinstance(function["name"], str)
+        and isinstance(function["description"], str)
+        and isinstance(function["parameters"], dict)
+    )
 
 
 def _plain_specials(tokenizer: Any) -> list[Any]:

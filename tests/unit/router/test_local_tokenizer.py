@@ -72,7 +72,8 @@ def test_a_growing_conversation_has_the_tokens_of_its_whole_text(tmp_path: Path)
 
 def test_tools_and_the_generation_prompt_are_rendered(tmp_path: Path) -> None:
     model = tokenizer_in(tmp_path)
-    tools = [{"type": "function", "function": {"name": "f\u00e9"}}]
+    function = {"name": "f\u00e9", "description": "d", "parameters": {"type": "object"}}
+    tools = [{"type": "function", "function": function}]
     text = "<|im_start|>user\nhi<|im_end|>\n" + json.dumps(tools, ensure_ascii=False)
     turn = {"role": "user", "content": "hi"}
     body = chat(turn, tools=tools, add_generation_prompt=False)
@@ -90,6 +91,33 @@ def test_tools_and_the_generation_prompt_are_rendered(tmp_path: Path) -> None:
         chat({"role": "user", "content": "x"}, tool_choice="none"),
         chat({"role": "user", "content": "x"}, continue_final_message=True),
         chat({"role": "user", "content": "x"}, tools={"a": 1}),
+        chat({"role": "developer", "content": "x"}),
+        chat({"role": ["user"], "content": "x"}),
+        *(
+            chat({"role": "user", "content": "x"}, tools=[tool])
+            for tool in (
+                {},
+                "f",
+                {"type": "function", "function": {"name": "f"}},
+                {"type": "function", "function": {"name": "f", "parameters": {}}},
+                {
+                    "type": "function",
+                    "function": {"description": "d", "name": "f", "parameters": {}},
+                },
+                {
+                    "function": {"name": "f", "description": "d", "parameters": {}},
+                    "type": "function",
+                },
+                {
+                    "type": "function",
+                    "function": {"name": "f", "description": None, "parameters": {}},
+                },
+                {
+                    "type": "function",
+                    "function": {"name": "f", "description": "d", "parameters": {}, "strict": True},
+                },
+            )
+        ),
         chat({"role": "user", "content": "x"}, chat_template_kwargs=[1]),
         RequestBody.of(prompt={"a": 1}),
     ],
