@@ -131,6 +131,36 @@ def test_bases_follow_the_node(world: World) -> None:
     assert len(taken) == 8
 
 
+def test_a_clear_takes_nothing_but_what_that_engine_had_in_its_hbm(world: World) -> None:
+    other = replace(INFO, engine_id="f", events_endpoint="tcp://h:5559", replay_endpoint="")
+    world.sync(0.0, INFO, other)
+    node = Holder(100)
+    for tier in (Tier.DRAM, Tier.SSD):
+        world.index.apply_stored(node, tier, CHAIN)
+    for key in (KEY, EngineKey(NODE, "f", 0)):
+        world.say(0, stored([1, 2, 3], PROMPT), key=key)
+        world.engines.on_current(key)
+    before = {key: len(rows) for key, rows in rows_by_holder(world).items()}
+    assert sorted(before.values()) == [3, 3, 3, 3]
+    world.say(1, {"type": "AllBlocksCleared"})
+    left = rows_by_holder(world)
+    assert sorted(len(rows) for rows in left.values()) == [3, 3, 3]
+    assert [hit.engine_id for hit in world.engines.hits(world.index.query(CHAIN))] == ["f"]
+    assert (node, Tier.DRAM) in left
+    assert (node, Tier.SSD) in left
+    world.index.check_integrity()
+    world.engines.check_integrity()
+
+
+def rows_by_holder(world: World) -> dict[tuple[Holder, Tier], list[int]]:
+    found = {
+        (Holder(holder), tier): world.index.rows(Holder(holder), tier).tolist()
+        for holder in (0, 1, 100)
+        for tier in Tier
+    }
+    return {key: rows for key, rows in found.items() if rows}
+
+
 def test_no_more_are_followed_than_there_is_room_for(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
