@@ -28,6 +28,7 @@ from global_index.slots import (
     find,
     free_slot,
     look_ahead,
+    look_ahead_near,
     look_at_first,
     place_of,
     put_slot,
@@ -206,7 +207,7 @@ def remove(state: I64, keys: U64, holder: Int, tier: Int, start: Int) -> tuple[I
         value = entries[2 * place + 1]
         if value == alone:
             if not is_jump:
-                look_ahead(slots, entries, keys, i)
+                look_ahead_near(slots, keys, i)
             free_entry(slots, entries, state, key, place)
         elif value == seen:
             entries[2 * place + 1] = became

@@ -146,6 +146,18 @@ def look_ahead(slots: U64, entries: U64, keys: U64, i: Int) -> None:
 
 
 @part
+def look_ahead_near(slots: U64, keys: U64, i: Int) -> None:
+    """The same for keys whose entries are neighbours, and so on their way by themselves.
+
+    Two lines always: to look first whether the second is needed costs more than to fetch it.
+    """
+    if i + AHEAD < keys.shape[0]:
+        first = home(tag_of(keys[i + AHEAD]), slots.shape[0])
+        fetch(slots, first)
+        fetch(slots, next_bucket(slots, first))
+
+
+@part
 def look_at_first(slots: U64, keys: U64, start: Int) -> None:
     """Fetch what the first keys need, which `look_ahead` is too late for."""
     for i in range(start, min(start + AHEAD, keys.shape[0])):
