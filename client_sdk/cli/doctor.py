@@ -220,12 +220,21 @@ def _read_maps(maps: Path) -> str:
 
 def check_free_space(check: str, path: Path, wanted_bytes: int, key: str) -> Finding:
     directory = _existing(path)
-    held = path.stat().st_size if path.is_file() else 0
+    held = held_bytes(path)
     free = shutil.disk_usage(directory).free + held
     seen = f"{directory} has {free / MIB:.0f} MiB free, {wanted_bytes / MIB:.0f} MiB asked"
     if free < wanted_bytes:
         return Finding(check, Verdict.FAIL, seen, f"lower {key}, or make the file system larger")
     return Finding(check, Verdict.OK, seen)
+
+
+def held_bytes(path: Path) -> int:
+    """What a pool file, or a directory of segments, takes already."""
+    if path.is_file():
+        return path.stat().st_size
+    if not path.is_dir() or not os.access(path, os.R_OK | os.X_OK):
+        return 0
+    return sum(entry.stat().st_blocks * 512 for entry in path.iterdir() if entry.is_file())
 
 
 def check_memlock(limit_bytes: int, wanted_bytes: int) -> Finding:

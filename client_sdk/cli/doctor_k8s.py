@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,9 +39,11 @@ async def examine_release(release: Release) -> list[Finding]:
     """Findings in the order in which one would mend them."""
     from global_index.kube.api import KubeApi, RefusedError
 
-    with tempfile.TemporaryDirectory(prefix="emberkv-doctor-") as scratch:
-        try:
-            access = _access(release, Path(scratch))
+    if _has_no_account(release):
+        fix = "run it in a router's pod with discovery.mode: kubernetes, or give --kubeconfig"
+        return [Finding("API", Verdict.WARN, "this pod has no account to ask with", fix)]
+    try:
+        with _access(release) as access:
             namespace = release.namespace or _own_namespace()
             async with KubeApi(access) as api:
                 version = await api.get("/version")
@@ -49,15 +53,15 @@ async def examine_release(release: Release) -> list[Finding]:
                 findings += check_daemons(pods)
                 findings += check_versions(pods)
                 findings += await _check_nodes(api, pods)
-        except RefusedError as error:
-            fix = "ask as somebody who may list pods there: --kubeconfig, or discovery.mode"
-            return [Finding("API", Verdict.FAIL, str(error), fix)]
-        except ConfigError as error:
-            fix = "run it in a router's pod, or give --kubeconfig or --api"
-            return [Finding("API", Verdict.FAIL, str(error), fix)]
-        except EmberError as error:
-            fix = "is the address right, and may this machine or pod reach it (policies)?"
-            return [Finding("API", Verdict.FAIL, str(error), fix)]
+    except RefusedError as error:
+        fix = "ask as somebody who may list pods there: --kubeconfig, or discovery.mode"
+        return [Finding("API", Verdict.FAIL, str(error), fix)]
+    except ConfigError as error:
+        fix = "run it in a router's pod, or give --kubeconfig or --api"
+        return [Finding("API", Verdict.FAIL, str(error), fix)]
+    except EmberError as error:
+        fix = "is the address right, and may this machine or pod reach it (policies)?"
+        return [Finding("API", Verdict.FAIL, str(error), fix)]
     return findings
 
 
@@ -209,16 +213,28 @@ def _why_unready(pod: Mapping[str, Any]) -> str:
     return f"{status.get('phase')}: its startup or readiness probe fails, so it recovers or hangs"
 
 
-def _access(release: Release, scratch: Path) -> Access:
+def _has_no_account(release: Release) -> bool:
+    """In a pod that is given no token, as the daemons' are."""
+    from global_index.kube.settings import ACCOUNT
+
+    is_own = not release.api and release.kubeconfig is None
+    return is_own and "KUBERNETES_SERVICE_HOST" in os.environ and not ACCOUNT.exists()
+
+
+@contextmanager
+def _access(release: Release) -> Iterator[Access]:
+    """Files are made for a kubeconfig alone: a daemon's pod has no place for any."""
     from global_index.kube.api import Access, server_url
     from global_index.kube.kubeconfig import read_kubeconfig
     from global_index.kube.settings import ACCOUNT
 
     if release.api:
-        return Access(release.api.rstrip("/"))
-    if release.kubeconfig is not None:
-        return read_kubeconfig(release.kubeconfig, scratch)
-    return Access(server_url(), ACCOUNT / "ca.crt", ACCOUNT / "token")
+        yield Access(release.api.rstrip("/"))
+    elif release.kubeconfig is not None:
+        with tempfile.TemporaryDirectory(prefix="emberkv-doctor-") as scratch:
+            yield read_kubeconfig(release.kubeconfig, Path(scratch))
+    else:
+        yield Access(server_url(), ACCOUNT / "ca.crt", ACCOUNT / "token")
 
 
 def _own_namespace() -> str:

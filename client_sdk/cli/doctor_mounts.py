@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from client_sdk.cli.doctor import Finding, Verdict, check_free_space
+from client_sdk.cli.doctor import Finding, Verdict, check_free_space, held_bytes
 from emberkv_proto.errors import ConfigError
 
 OF_THE_POD = ("kubernetes.io~empty-dir", "/overlay", "kubernetes.io~projected")
 MEMORY = Path("/sys/fs/cgroup/memory.max")
 UNLIMITED = 1 << 62
+LEAST_FREE = 0.15
+"""kubelet's default is to collect images at 15 % free, and to evict pods at 10 %."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +66,10 @@ def examine_mounts(config: Path) -> list[Finding]:
     findings = [check_mount(name, path, mounts) for name, path in directories.items()]
     for number, drive in enumerate(settings.ssd.drives):
         key = "store.ssd.capacityMi"
-        findings.append(
-            check_free_space(f"ssd {number} space", drive.path, drive.capacity_bytes, key)
-        )
+        space = check_free_space(f"ssd {number} space", drive.path, drive.capacity_bytes, key)
+        findings.append(space)
+        if space.verdict is Verdict.OK:
+            findings += check_pressure(f"ssd {number} pressure", drive.path, drive.capacity_bytes)
     pool = mount_of(settings.dram.path, mounts)
     is_huge = pool is not None and pool.kind == "hugetlbfs"
     findings += check_memory(_memory_limit(), settings.dram.capacity_bytes, is_huge)
@@ -86,6 +90,23 @@ def check_mount(name: str, path: Path, mounts: Sequence[Mount]) -> Finding:
         seen = f"{path} is on {mount.kind}, which is no memory"
         return Finding("pool directory", Verdict.FAIL, seen, "store.pool.hostPath: /dev/shm/...")
     return Finding(f"{name} directory", Verdict.OK, f"{path}: {mount.root} of {mount.kind}")
+
+
+def check_pressure(check: str, path: Path, capacity_bytes: int) -> Iterator[Finding]:
+    """Whether a full tier leaves so little of its file system that kubelet would evict pods."""
+    try:
+        system = os.statvfs(path)
+    except OSError as error:
+        yield Finding(check, Verdict.WARN, str(error), "run it in the daemon's pod")
+        return
+    left = system.f_bavail * system.f_frsize - max(0, capacity_bytes - held_bytes(path))
+    share = left / max(1, system.f_blocks * system.f_frsize)
+    seen = f"{share:.0%} of {path}'s file system is left when the tier is full"
+    if share < LEAST_FREE:
+        fix = "lower store.ssd.capacityMi or give it a disk of its own: where it is the node's own"
+        yield Finding(check, Verdict.WARN, seen, f"{fix} disk, kubelet evicts pods below 10 %")
+    else:
+        yield Finding(check, Verdict.OK, seen)
 
 
 def check_memory(limit: int, pool_bytes: int, is_huge: bool) -> Iterator[Finding]:

@@ -74,6 +74,9 @@ def print_size(console: Console, sizing: Sizing, target_percent: float | None) -
         for trace, needed in sizing.needed(target_percent).items():
             text = "more than was measured" if needed is None else f"{needed / GIB:,.1f} GiB of KV"
             table.add_row(f"{target_percent:g} % if it is like {trace}", text)
+    if sizing.is_shared:
+        text = f"{sizing.index_blocks:,}, more than one router can keep: shared through Redis"
+        table.add_row("rows of the index", text)
     console.print(table)
     console.print("\nvalues for the chart:", markup=False)
     console.print(yaml.safe_dump(sizing.values(), sort_keys=False), markup=False, highlight=False)

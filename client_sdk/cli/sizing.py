@@ -33,6 +33,14 @@ BASE_OVERHEAD_BYTES = GIB
 INDEX_BLOCK_BYTES = 64
 """Of a router's memory: 32 at most, twice while the table grows."""
 INDEX_BASE_BYTES = GIB
+MAX_INDEX_BLOCKS = 1 << 31
+"""The most that `index.capacity_blocks` takes; more rows are shared through Redis."""
+SHARED_ROUTER_BLOCKS = 1 << 29
+"""Rows that one router then keeps of the daemons that it follows: 32 GiB."""
+REDIS_ROW_BYTES = 130
+REDIS_POD_BYTES = 32 * GIB
+RESERVE = 1.25
+"""Shares are not even, and Redis wants room beside its rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,8 +178,25 @@ class Sizing:
         return (self.pool_blocks + self.ssd_blocks) * self.nodes
 
     @property
+    def is_shared(self) -> bool:
+        """No one router can keep all rows."""
+        return self.index_blocks > MAX_INDEX_BLOCKS
+
+    @property
+    def routers(self) -> int:
+        """How many the rows want."""
+        return math.ceil(self.index_blocks / SHARED_ROUTER_BLOCKS) if self.is_shared else 1
+
+    @property
+    def router_blocks(self) -> int:
+        """What each router keeps."""
+        if not self.is_shared:
+            return max(1024, self.index_blocks)
+        return math.ceil(self.index_blocks / self.routers * RESERVE)
+
+    @property
     def router_bytes(self) -> int:
-        return INDEX_BASE_BYTES + self.index_blocks * INDEX_BLOCK_BYTES
+        return INDEX_BASE_BYTES + self.router_blocks * INDEX_BLOCK_BYTES
 
     def expected(self) -> list[Expected]:
         return [
@@ -186,6 +211,7 @@ class Sizing:
 
     def values(self) -> dict[str, Any]:
         """The chart's values for it."""
+        memory = f"{math.ceil(self.router_bytes / MIB)}Mi"
         return {
             "store": {
                 "pool": {"capacityMi": self.pool_bytes // MIB},
@@ -193,10 +219,17 @@ class Sizing:
                 "ssd": {"capacityMi": self.ssd_bytes // MIB},
             },
             "router": {
-                "config": {"index": {"capacity_blocks": max(1024, self.index_blocks)}},
-                "resources": {"limits": {"memory": f"{math.ceil(self.router_bytes / MIB)}Mi"}},
+                **({"replicas": self.routers} if self.is_shared else {}),
+                "config": {"index": {"capacity_blocks": self.router_blocks}},
+                "resources": {"requests": {"memory": memory}, "limits": {"memory": memory}},
             },
+            **({"redis": {"server": self._redis_server()}} if self.is_shared else {}),
         }
+
+    def _redis_server(self) -> dict[str, Any]:
+        wanted = self.index_blocks * REDIS_ROW_BYTES * RESERVE
+        pods = min(64, max(3, math.ceil(wanted / REDIS_POD_BYTES)))
+        return {"enabled": True, "replicas": pods, "maxMemoryMi": math.ceil(wanted / pods / MIB)}
 
     def needed(self, percent: float) -> dict[str, int | None]:
         """Bytes of KV, over all nodes, that each trace's traffic wants for a hit rate."""

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import resource
+import shutil
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -59,6 +62,18 @@ def test_too_little_space_fails_with_both_numbers(tmp_path: Path) -> None:
     assert finding.verdict is Verdict.FAIL
     assert f"{asked // MIB} MiB asked" in finding.seen
     assert "dram.capacity_bytes" in finding.fix
+
+
+def test_what_segments_take_already_is_not_asked_for_again(tmp_path: Path) -> None:
+    (tmp_path / "segment").write_bytes(bytes(4 * MIB))
+    assert doctor.held_bytes(tmp_path) >= 4 * MIB
+    free = shutil.disk_usage(tmp_path).free
+    asked = free + 3 * MIB
+    with mock.patch.object(shutil, "disk_usage", return_value=SimpleNamespace(free=free)):
+        full = doctor.check_free_space("ssd space", tmp_path, asked, "ssd.capacity_bytes")
+        new = doctor.check_free_space("ssd space", tmp_path / "x", asked, "ssd.capacity_bytes")
+    assert full.verdict is Verdict.OK
+    assert new.verdict is Verdict.FAIL
 
 
 def test_a_small_memlock_limit_is_a_warning() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,13 @@ from client_sdk.cli.doctor_k8s import (
     check_versions,
     examine_release,
 )
-from client_sdk.cli.doctor_mounts import check_memory, check_mount, mount_of, parse_mounts
+from client_sdk.cli.doctor_mounts import (
+    check_memory,
+    check_mount,
+    check_pressure,
+    mount_of,
+    parse_mounts,
+)
 from client_sdk.cli.main import run_with
 from emberkv_proto import __version__
 from emberkv_proto.errors import ConfigError
@@ -101,6 +108,17 @@ def test_outside_of_a_pod_it_says_what_to_give(
     assert run_with(["doctor", "k8s", "--json"]) == 1
     (finding,) = json.loads(capsys.readouterr().out)
     assert "--kubeconfig" in finding["fix"]
+
+
+async def test_a_pod_without_an_account_is_told_so_and_needs_no_place_for_files(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    monkeypatch.setenv("KUBERNETES_SERVICE_PORT", "443")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "nowhere"))
+    (finding,) = await examine_release(Release("ns", "a=b"))
+    assert finding.verdict is Verdict.WARN
+    assert "no account" in finding.seen
 
 
 def _with_status(raw: dict[str, Any], status: Mapping[str, Any]) -> dict[str, Any]:
@@ -223,6 +241,23 @@ def test_the_nearest_mount_counts() -> None:
     found = mount_of(Path("/data/deeper"), mounts)
     assert found is not None
     assert found.target == "/data"
+
+
+def test_a_tier_that_fills_the_node_s_disk_is_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "segment").write_bytes(bytes(8 * MIB))
+    blocks = 100 * MIB // 4096
+    system = os.statvfs_result((4096, 4096, blocks, 60 * 256, 60 * 256, 0, 0, 0, 0, 255))
+    monkeypatch.setattr("os.statvfs", lambda _: system)
+
+    def verdict(capacity: int) -> Verdict:
+        (finding,) = check_pressure("ssd", tmp_path, capacity)
+        return finding.verdict
+
+    assert verdict(8 * MIB) is Verdict.OK  # what it holds takes nothing more
+    assert verdict(52 * MIB) is Verdict.OK
+    assert verdict(54 * MIB) is Verdict.WARN
 
 
 @pytest.mark.parametrize(

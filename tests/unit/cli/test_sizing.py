@@ -10,10 +10,21 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from client_sdk.cli.main import run_with
-from client_sdk.cli.sizing import CURVES, GIB, Curve, ModelShape, Sizing, shape_of
+from client_sdk.cli.sizing import (
+    CURVES,
+    GIB,
+    MAX_INDEX_BLOCKS,
+    MIB,
+    Curve,
+    ModelShape,
+    Sizing,
+    shape_of,
+)
 from emberkv_proto.errors import InvalidRequestError
+from global_index.config import IndexSection
 
 ROOT = Path(__file__).parents[3]
 LLAMA = {
@@ -110,6 +121,31 @@ def test_what_is_in_dram_is_on_ssd_too_and_counts_once() -> None:
     values = both.values()
     assert values["store"]["pool"]["capacityMi"] == 65_536
     assert values["router"]["config"]["index"]["capacity_blocks"] == 2 * (8_192 + 32_768)
+
+
+@pytest.mark.parametrize("nodes", [1, 512, 4096])
+@pytest.mark.parametrize("ssd_gib", [0, 1000, 16_000])
+def test_its_values_are_ones_that_our_settings_take_up_to_the_largest_fleet(
+    nodes: int, ssd_gib: int
+) -> None:
+    sizing = Sizing(shape_of(LLAMA, "m"), 16, 512 * GIB, ssd_gib * GIB, nodes, 1000.0)
+    values = sizing.values()
+    section = IndexSection.model_validate(values["router"]["config"]["index"])
+    kept = section.capacity_blocks * values["router"].get("replicas", 1)
+    assert kept >= sizing.index_blocks
+    assert sizing.is_shared is ("redis" in values)
+    if sizing.is_shared:
+        server = values["redis"]["server"]
+        assert 3 <= server["replicas"] <= 64
+        assert server["replicas"] * server["maxMemoryMi"] * MIB >= 130 * sizing.index_blocks
+        assert sizing.routers > 1
+    assert sizing.is_shared is (sizing.index_blocks > MAX_INDEX_BLOCKS)
+
+
+def test_the_most_rows_of_a_router_are_what_its_settings_take() -> None:
+    IndexSection(capacity_blocks=MAX_INDEX_BLOCKS)
+    with pytest.raises(ValidationError):
+        IndexSection(capacity_blocks=MAX_INDEX_BLOCKS + 1)
 
 
 def test_the_command_prints_facts_and_values(
