@@ -14,7 +14,7 @@ render() { # FILE, then options of helm template
   file=$1
   shift
   text=$("$helm" template emberkv "$here/helm/emberkv" --namespace emberkv "$@")
-  { echo "$head"; echo "$text" | grep -v '^# Source: '; } > "$file"
+  { echo "$head"; printf '%s\n' "$text" | grep -v '^# Source: '; } > "$file"
 }
 
 render "$out/base/emberkv.yaml"

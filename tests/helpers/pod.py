@@ -105,6 +105,8 @@ class Node:
     """Names of Services; they are this machine."""
     addresses: Mapping[str, str] = field(default_factory=dict)
     """Names of pods, and their loopback addresses."""
+    secrets: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """By name, what each key holds."""
 
     def host_path(self, path: str) -> Path:
         if path.startswith("/dev/shm/"):
@@ -149,7 +151,11 @@ class Pod:
         `venv` stands in its image where that is not ours, with a /tmp that can be written.
         """
         container = self.container(name)
-        environment = {"PATH": "/opt/emberkv/bin:/usr/local/bin:/usr/bin:/bin"}
+        environment = {
+            "PATH": "/opt/emberkv/bin:/usr/local/bin:/usr/bin:/bin",
+            "KUBERNETES_SERVICE_HOST": "127.0.0.1",  # every container has these
+            "KUBERNETES_SERVICE_PORT": "1",
+        }
         if venv is not None:
             environment["PATH"] = f"{venv}/bin:{environment['PATH']}"
         if not self._is_from_image(container):
@@ -190,6 +196,11 @@ class Pod:
                 cwd="/",
             )
         return Running(process, log)
+
+    def execute(self, container_name: str, kind: str) -> int:
+        """The exit status of an exec probe's command, in a container of the same making."""
+        command = self.container(container_name)[kind]["exec"]["command"]
+        return self.start(container_name, command).finish(30)
 
     def probe(self, container_name: str, kind: str) -> int:
         """The HTTP status that kubelet would see; 0 when nobody answers."""
@@ -234,12 +245,26 @@ class Pod:
                 path.mkdir(parents=True)
                 for key, text in find(self.manifests, "ConfigMap", name)["data"].items():
                     (path / key).write_text(text)
+            case {"secret": {"secretName": name, **how}}:
+                path.mkdir(parents=True)
+                mode = int(str(how.get("defaultMode", 0o644)))
+                for key, text in self.node.secrets[name].items():
+                    self._lay_out_secret(path / key, text, mode)
             case {"emptyDir": _}:
                 path.mkdir(parents=True)
                 path.chmod(0o777)
             case _:
                 raise AssertionError(f"a volume of a kind that is not laid out here: {volume}")
         return path
+
+    def _lay_out_secret(self, path: Path, text: str, mode: int) -> None:
+        """Root's, and the pod's group may read it, as kubelet does where there is an fsGroup."""
+        path.write_text(text)
+        group = self.spec.get("securityContext", {}).get("fsGroup")
+        if group is not None:
+            os.chown(path, 0, group)
+            mode |= 0o440
+        path.chmod(mode)
 
     def _mounts(self, container: Manifest, venv: Path | None) -> list[str]:
         triples = [
@@ -298,10 +323,13 @@ class Pod:
         }
         found = {}
         for variable in container.get("env", ()):
-            value = variable.get("value")
-            if value is None:
-                value = fields[variable["valueFrom"]["fieldRef"]["fieldPath"]]
-            found[variable["name"]] = value
+            match variable:
+                case {"value": value}:
+                    found[variable["name"]] = value
+                case {"valueFrom": {"fieldRef": {"fieldPath": path}}}:
+                    found[variable["name"]] = fields[path]
+                case {"valueFrom": {"secretKeyRef": {"name": name, "key": key}}}:
+                    found[variable["name"]] = self.node.secrets[name][key]
         return found
 
 

@@ -2,11 +2,59 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from urllib.request import urlopen
 
-from tests.helpers.manifests import Manifest, find
-from tests.helpers.pod import Node, Pod, Running
+from tests.helpers.cluster import free_port
+from tests.helpers.manifests import Manifest, find, template_of
+from tests.helpers.pod import Node, Pod, Running, require_mounts
+
+NAMES = ("emberkv-store.emberkv.svc", "emberkv-index.emberkv.svc")
+
+
+def small_values() -> Manifest:
+    """Small tiers, free ports, monitoring and the engine example on; all else as the chart is."""
+    grpc, metrics, transfer, router, index, index_metrics, engine = (free_port() for _ in range(7))
+    return {
+        "store": {
+            "ports": {"grpc": grpc, "metrics": metrics, "transfer": transfer},
+            "pool": {"capacityMi": 64},
+            "ssd": {"capacityMi": 512},
+            "config": {
+                "dram": {"capacity_bytes": 16 << 20, "extent_bytes": 1 << 20},
+                "ssd": {"segment_bytes": 8 << 20},
+            },
+        },
+        "router": {"port": router, "config": {"index": {"backend": "python"}}},
+        "index": {"ports": {"grpc": index, "metrics": index_metrics}},
+        "monitoring": {"enabled": True},
+        "vllm": {"enabled": True, "port": engine},
+    }
+
+
+@contextmanager
+def running_site(
+    directory: Path, values: Manifest, secrets: Mapping[str, Mapping[str, str]] | None = None
+) -> Iterator[Site]:
+    """The release of these values on one node; its Secrets by name and key."""
+    require_mounts()
+    directory.chmod(0o755)
+    shm = Path(f"/dev/shm/emberkv-test-k8s-{os.getpid()}")
+    shm.mkdir(mode=0o755)
+    node = Node(directory, shm, hosts=NAMES, secrets=secrets or {})
+    try:
+        site = Site(template_of(values, directory), node)
+        try:
+            yield site
+        finally:
+            site.close()
+    finally:
+        shutil.rmtree(shm)
 
 
 @dataclass

@@ -61,6 +61,7 @@ def for_this_server(manifests: Sequence[Manifest]) -> list[Manifest]:
     for manifest in known:
         if manifest["kind"] == "PodDisruptionBudget":
             manifest["apiVersion"] = "policy/v1beta1"
+            del manifest["spec"]["unhealthyPodEvictionPolicy"]
         if manifest["kind"] == "Service":
             manifest["spec"].pop("internalTrafficPolicy", None)
     return known

@@ -30,6 +30,13 @@ app.kubernetes.io/part-of: emberkv
 
 {{- define "emberkv.storeName" -}}{{ include "emberkv.name" . }}-store{{- end -}}
 
+{{/* Annotations of pods with an emptyDir that may go with them, which cluster-autoscaler would else
+not evict: (list theirs volumes) */}}
+{{- define "emberkv.podAnnotations" -}}
+{{- $own := dict "cluster-autoscaler.kubernetes.io/safe-to-evict-local-volumes" (index . 1) -}}
+{{- toYaml (merge (deepCopy (index . 0)) $own) -}}
+{{- end -}}
+
 {{/* What all containers of ours have in common. */}}
 {{- define "emberkv.containerSecurity" -}}
 allowPrivilegeEscalation: false
@@ -42,7 +49,7 @@ capabilities: {drop: [ALL]}
 runAsNonRoot: true
 runAsUser: {{ .Values.user.uid }}
 runAsGroup: {{ .Values.user.gid }}
-{{- if or .Values.tls.secret .Values.store.operatorTokenSecret }}
+{{- if or .Values.tls.secret .Values.store.operatorTokenSecret .Values.store.volumes .Values.router.volumes .Values.index.volumes }}
 fsGroup: {{ .Values.user.gid }}
 fsGroupChangePolicy: OnRootMismatch
 {{- end }}
@@ -51,6 +58,39 @@ seccompProfile: {type: RuntimeDefault}
 
 {{- define "emberkv.priorityClass" -}}
 {{- if .Values.store.priorityClassName }}{{ .Values.store.priorityClassName }}{{ else if .Values.priorityClass.create }}{{ include "emberkv.name" . }}-{{ .Release.Namespace }}{{ end -}}
+{{- end -}}
+
+{{/* What the pod has from a value of its own, the file may not say otherwise: (list part values keys) */}}
+{{- define "emberkv.refuseOwned" -}}
+{{- $part := index . 0 -}}
+{{- $config := index . 1 -}}
+{{- range $key, $instead := index . 2 -}}
+{{- $words := splitList "." $key -}}
+{{- if hasKey (default dict (get $config (first $words))) (last $words) -}}
+{{- fail (printf "%s.config.%s: set %s instead, from which the pod takes it too" $part $key $instead) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* 5353: where OpenShift's DNS pods listen. */}}
+{{- define "emberkv.dnsPorts" -}}
+{{- range $port := list 53 5353 }}
+{{- range $protocol := list "UDP" "TCP" }}
+- {protocol: {{ $protocol }}, port: {{ $port }}}
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* The port of tcp://host:port in section events of the daemons' file; nothing for other kinds. */}}
+{{- define "emberkv.eventPorts" -}}
+{{- range $key := list "zmq_endpoint" "zmq_replay_endpoint" -}}
+{{- $endpoint := dig "events" $key "" $.Values.store.config | toString -}}
+{{- if hasPrefix "tcp://" $endpoint }}
+{{- with regexFind "[0-9]+$" $endpoint }}
+- {protocol: TCP, port: {{ . }}}
+{{- end }}
+{{- end }}
+{{- end }}
 {{- end -}}
 
 {{/* Directories of the node: YAML list of name, hostPath, mountPath. */}}
@@ -117,6 +157,9 @@ tls_server_name: {{ .Values.tls.serverName | quote }}
 {{/* The configuration files. What the user writes in `config` wins. */}}
 {{- define "emberkv.storeConfig" -}}
 {{- $store := .Values.store -}}
+{{- include "emberkv.refuseOwned" (list "store" $store.config (dict
+  "daemon.grpc_port" "store.ports.grpc" "daemon.metrics_port" "store.ports.metrics"
+  "daemon.transport_port" "store.ports.transfer" "daemon.drain_seconds" "store.drainSeconds")) -}}
 {{- $allowed := list -}}
 {{- range $store.allowedUids }}{{ $allowed = append $allowed (int64 .) }}{{ end -}}
 {{- $daemon := dict
@@ -176,6 +219,9 @@ redis_url: {{ . | quote }}
 {{- end -}}
 
 {{- define "emberkv.routerConfig" -}}
+{{- include "emberkv.refuseOwned" (list "router" .Values.router.config (dict
+  "router.port" "router.port" "router.ext_proc_port" "router.extProcPort"
+  "router.drain_seconds" "router.drainSeconds" "index.port" "index.ports.grpc")) -}}
 {{- $router := dict "host" "0.0.0.0" "port" (int64 .Values.router.port) "drain_seconds" .Values.router.drainSeconds "log_format" "json" -}}
 {{- with .Values.router.extProcPort }}{{ $_ := set $router "ext_proc_port" (int64 .) }}{{ end -}}
 {{- $index := include "emberkv.indexSection" . | fromYaml -}}
@@ -183,6 +229,8 @@ redis_url: {{ . | quote }}
 {{- end -}}
 
 {{- define "emberkv.indexConfig" -}}
+{{- include "emberkv.refuseOwned" (list "index" .Values.index.config (dict
+  "index.port" "index.ports.grpc" "index.metrics_port" "index.ports.metrics")) -}}
 {{- $index := include "emberkv.indexSection" . | fromYaml -}}
 {{- toYaml (mergeOverwrite (dict "index" $index) (deepCopy .Values.index.config)) -}}
 {{- end -}}
