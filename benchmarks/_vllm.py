@@ -105,6 +105,16 @@ class Engine(_Process):
         self._answers: queue.Queue[str | None] = queue.Queue()
 
     def __enter__(self) -> Engine:
+        self.spawn()
+        try:
+            self.await_serving()
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def spawn(self) -> None:
+        """Start; several may, before they are waited for."""
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 [python(), HERE / "_vllm_driver.py"],
@@ -117,12 +127,16 @@ class Engine(_Process):
             )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-        try:
-            self._ask(self._options, START_SECONDS)
-        except BaseException:
-            self.__exit__(None, None, None)
-            raise
-        return self
+        self._tell(self._options)
+
+    def await_serving(self) -> None:
+        """Raises AssertionError when it ends, or is not ready in time."""
+        self._answer(START_SECONDS)
+
+    def ask_to_end(self) -> None:
+        """Nothing it has outlives it."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
 
     def __exit__(
         self,
@@ -130,8 +144,7 @@ class Engine(_Process):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        self.ask_to_end()
         self._reader.join(STOP_SECONDS)
         self.kill()
 
@@ -141,6 +154,11 @@ class Engine(_Process):
         """Complete all prompts at once: rows of `tokens`, with `salt` and `lora` at will."""
         job = {"do": "generate", "prompts": list(prompts), "max_tokens": max_tokens}
         answer: list[dict[str, Any]] = self._ask(job, ANSWER_SECONDS)
+        return answer
+
+    def reset_all(self) -> bool:
+        """Empty the engine's own prefix cache and ask the connector to empty the store."""
+        answer: bool = self._ask({"do": "reset_all"}, ANSWER_SECONDS)
         return answer
 
     def forget(self) -> None:
@@ -155,9 +173,15 @@ class Engine(_Process):
         return {name.removeprefix("vllm:emberkv_"): value for name, value in answer.items()}
 
     def _ask(self, job: dict[str, Any], seconds: float) -> Any:
+        self._tell(job)
+        return self._answer(seconds)
+
+    def _tell(self, job: dict[str, Any]) -> None:
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(job) + "\n")
         self.process.stdin.flush()
+
+    def _answer(self, seconds: float) -> Any:
         try:
             answer = self._answers.get(timeout=seconds)
         except queue.Empty:
@@ -264,9 +288,9 @@ class HttpServer(_Process):
 
 
 @contextlib.contextmanager
-def side_by_side(*servers: HttpServer) -> Iterator[None]:
+def side_by_side(*servers: Engine | HttpServer) -> Iterator[None]:
     """All serve inside the block; they start and end at the same time, which takes cores."""
-    spawned: list[HttpServer] = []
+    spawned: list[Engine | HttpServer] = []
     try:
         for server in servers:
             server.spawn()

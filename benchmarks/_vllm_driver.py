@@ -81,6 +81,8 @@ def main() -> None:
             answer = generate(llm, job)
         elif job["do"] == "forget":
             answer = llm.reset_prefix_cache()
+        elif job["do"] == "reset_all":
+            answer = llm.reset_prefix_cache(reset_connector=True)
         else:
             answer = counters(llm)
         print(json.dumps(answer), file=answers, flush=True)

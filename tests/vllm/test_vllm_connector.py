@@ -4,33 +4,23 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks._vllm import PAGE_TOKENS, Engine, transfer_config
+from benchmarks._vllm import PAGE_TOKENS, Engine, side_by_side, transfer_config
 from client_sdk import SyncClient
 from emberkv_proto.hashing import block_hashes
 from emberkv_proto.layout import Namespace
+from emberkv_proto.types import BlockHash, StageState
 from tests.helpers.daemon_process import MIB, DaemonProcess
 
 pytestmark = pytest.mark.timeout(600)
 Prompts = Callable[..., list[dict[str, Any]]]
-
-
-@pytest.fixture(scope="module")
-def plain(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    """An engine without a connector: what is right."""
-    with Engine(
-        tmp_path_factory.mktemp("plain"),
-        model,
-        enable_prefix_caching=False,
-        enable_lora=True,
-        max_loras=2,
-    ) as engine:
-        yield engine
+STOPPED_SECONDS = 20.0
 
 
 @pytest.fixture(scope="module")
@@ -45,19 +35,33 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
 
 
 @pytest.fixture(scope="module")
-def engine(
+def engines(
     model: Path, daemon: DaemonProcess, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Engine]:
-    """An engine that loads between steps. It starts while its daemon is away."""
+) -> Iterator[tuple[Engine, Engine]]:
+    """One without a connector, and one with, which starts while its daemon is away."""
     daemon.kill()
-    with Engine(
+    adapters = {"enable_lora": True, "max_loras": 2}
+    plain = Engine(tmp_path_factory.mktemp("plain"), model, enable_prefix_caching=False, **adapters)
+    engine = Engine(
         tmp_path_factory.mktemp("engine"),
         model,
         kv_transfer_config=transfer_config(daemon.socket_path),
-        enable_lora=True,
-        max_loras=2,
-    ) as process:
-        yield process
+        **adapters,
+    )
+    with side_by_side(plain, engine):
+        yield plain, engine
+
+
+@pytest.fixture(scope="module")
+def plain(engines: tuple[Engine, Engine]) -> Engine:
+    """An engine without a connector: what is right."""
+    return engines[0]
+
+
+@pytest.fixture(scope="module")
+def engine(engines: tuple[Engine, Engine]) -> Engine:
+    """An engine that loads between steps."""
+    return engines[1]
 
 
 def full_pages(prompt: dict[str, Any]) -> int:
@@ -96,9 +100,11 @@ def test_a_batch_of_mixed_prefixes_is_found_again_and_answers_alike(
     right = texts(plain.generate(asked))
     assert texts(engine.generate(asked)) == right
     engine.forget()
+    ahead = engine.counters().get("prefetched_requests", 0)
     again = engine.generate(asked)
     assert texts(again) == right
     assert [row["cached"] for row in again] == [full_pages(row) for row in asked]
+    assert engine.counters()["prefetched_requests"] >= ahead + 15, "all but the first had to wait"
 
 
 @pytest.mark.parametrize("length", [1, 31, 32, 33, 63, 64, 65, 97])
@@ -124,6 +130,18 @@ def test_what_was_generated_is_found_by_the_next_turn(
     (again,) = engine.generate([follow_up])
     assert again["tokens"] == plain.generate([follow_up])[0]["tokens"]
     assert again["cached"] >= 160, "the 163 tokens that were computed have five full pages"
+
+
+def test_a_reset_of_the_connector_leaves_the_shared_store_alone(
+    engine: Engine, plain: Engine, prompts: Prompts
+) -> None:
+    asked = prompts(150, seed=61)
+    right = texts(plain.generate(asked))
+    engine.generate(asked)
+    engine.forget()
+    assert not engine.reset_all(), "vLLM is told that the store was not emptied"
+    (again,) = engine.generate(asked)
+    assert (again["tokens"], again["cached"]) == (right[0], full_pages(asked[0]))
 
 
 def test_salts_and_adapters_share_nothing(
@@ -168,8 +186,7 @@ def test_blocks_that_cannot_be_read_are_computed_again(
 
 def _spoil(daemon: DaemonProcess, tokens: list[int], blocks: tuple[int, ...]) -> None:
     """Write over blocks in the pool file, behind everybody's back."""
-    (path,) = (daemon.data_dir / "namespaces").glob("*.json")
-    namespace = Namespace.from_json(path.read_text())
+    namespace = _namespace(daemon)
     hashes = block_hashes(namespace.id, tokens, namespace.block_tokens)
     with SyncClient(daemon.socket_path, namespace) as client, client.acquire(hashes) as lease:
         assert lease.ready_blocks > max(blocks)
@@ -177,6 +194,12 @@ def _spoil(daemon: DaemonProcess, tokens: list[int], blocks: tuple[int, ...]) ->
             for block in blocks:
                 pool.seek(lease._offsets[block])
                 pool.write(b"\xa5" * 4096)
+
+
+def _namespace(daemon: DaemonProcess) -> Namespace:
+    """The only one it knows."""
+    (path,) = (daemon.data_dir / "namespaces").glob("*.json")
+    return Namespace.from_json(path.read_text())
 
 
 def test_a_daemon_killed_under_load_costs_time_and_no_answer(
@@ -211,13 +234,22 @@ def test_a_stopped_daemon_is_a_miss(
     right = texts(plain.generate(asked))
     engine.generate(asked)
     engine.forget()
+    until = time.monotonic() + STOPPED_SECONDS
     daemon.pause()
     try:
-        assert texts(engine.generate(asked)) == right
-        engine.forget()
-        assert texts(engine.generate(asked)) == right
+        while time.monotonic() < until:  # leases and sessions of before run out meanwhile
+            assert texts(engine.generate(asked)) == right
+            engine.forget()
+            time.sleep(0.5)
     finally:
         daemon.resume()
+    for _ in range(60):
+        rows = engine.generate(asked)
+        assert texts(rows) == right
+        engine.forget()
+        if [row["cached"] for row in rows] == [full_pages(row) for row in asked]:
+            return
+    raise AssertionError("the daemon that goes on was not found")
 
 
 def test_preempted_requests_come_back_alike_from_a_tiny_cache(
@@ -251,3 +283,13 @@ def test_preempted_requests_come_back_alike_from_a_tiny_cache(
         assert counted["failed_blocks"] > 0
         assert counted["vllm:num_preemptions"] > 0
         assert counted["loaded_blocks"] > 0
+        # Slots that somebody holds make no room: what cannot be saved is no error.
+        with SyncClient(small.socket_path, _namespace(small), timeout_seconds=20.0) as client:
+            held = client.stage([BlockHash(bytes([number]) * 32) for number in range(1, 65)])
+            with held:
+                assert StageState.NO_SPACE in held.states
+                assert texts(engine.generate(asked, 60)) == right
+                engine.forget()
+        counted = engine.counters()
+        assert counted["skipped_blocks"] > 0
+        assert counted.get("errors", 0) == counted.get("lost_saves", 0) == 0

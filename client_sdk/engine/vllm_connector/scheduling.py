@@ -108,6 +108,7 @@ class SchedulerHalf:
         self._settings = settings
         self._stats = stats
         self._known: dict[str, _Known] = {}
+        self._uncacheable: set[str] = set()
         self._loads: list[LoadPlan] = []
         self._loading: list[_Known] = []
         """Loads of the step that was planned last, where steps wait for their loads."""
@@ -295,6 +296,7 @@ class SchedulerHalf:
 
     def finished(self, request: Request) -> bool:
         """Whether the pages of a finished request must stay until its saves have ended."""
+        self._uncacheable.discard(request.request_id)
         known = self._known.pop(request.request_id, None)
         if known is not None:
             known.release()
@@ -308,6 +310,7 @@ class SchedulerHalf:
     def check_integrity(self) -> None:
         """Assert that no request is known twice, and that leases are held by requests alone."""
         assert not self._known.keys() & self._leaving.keys()
+        assert not self._known.keys() & self._uncacheable
         assert all(load.request_id in self._known for load in self._loads)
         for known in (*self._known.values(), *self._leaving.values()):
             assert known.saves_ended <= known.saves_begun * self._ranks
@@ -321,7 +324,9 @@ class SchedulerHalf:
             try:
                 chain = RequestChain(request, self._namespace_id, self._shape.block_tokens)
             except UncacheableRequestError:
-                self._stats.count("uncacheable_requests")
+                if request.request_id not in self._uncacheable:  # asked again while it waits
+                    self._uncacheable.add(request.request_id)
+                    self._stats.count("uncacheable_requests")
                 return None
             known = self._known[request.request_id] = _Known(request, chain)
         return known
