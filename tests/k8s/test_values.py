@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.helpers.manifests import (
     CHART,
@@ -118,6 +119,15 @@ def test_routers_scale_between_their_bounds_and_spread(tmp_path: Path) -> None:
     assert pod["spec"]["containers"][0]["resources"]["requests"]["cpu"]  # what is scaled by
     (spread,) = pod["spec"]["topologySpreadConstraints"]
     assert spread["labelSelector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
+
+
+def test_a_rollout_of_routers_leaves_answers_two_minutes_to_end(tmp_path: Path) -> None:
+    manifests = template_of({}, tmp_path)
+    text = find(manifests, "ConfigMap", "emberkv-router")["data"]["emberkv.yaml"]
+    drain = yaml.safe_load(text)["router"]["drain_seconds"]
+    router = find(manifests, "Deployment", "emberkv-router")["spec"]["template"]["spec"]
+    assert drain == 120
+    assert router["terminationGracePeriodSeconds"] >= 5 + drain + 5
 
 
 def test_no_secret_is_in_a_configmap_or_on_a_command_line(tmp_path: Path) -> None:
