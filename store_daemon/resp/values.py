@@ -128,6 +128,7 @@ class ValueShelf:
     _key: bytes = field(init=False)
     _salt_id: SaltId = field(init=False)
     _largest_payload: int = field(init=False)
+    _most_close_sizes: int = field(init=False)
     _sessions: dict[int, Session] = field(init=False, default_factory=dict)
     """By the size of their slots."""
     _arriving: set[Incoming] = field(init=False, default_factory=set)
@@ -138,7 +139,10 @@ class ValueShelf:
     def __post_init__(self) -> None:
         self._key = blake3.blake3(b"emberkv resp door\0" + self.name.encode()).digest()
         self._salt_id = SaltId(self._key[:SALT_ID_BYTES])
-        self._largest_payload = self.store.holdings.pool.slots.largest_payload
+        slots = self.store.holdings.pool.slots
+        self._largest_payload = slots.largest_payload
+        share = self.quota.dram_bytes or slots.total_bytes
+        self._most_close_sizes = max(1, share // slots.extent_bytes // 2)
         self.max_value_bytes = min(self.max_value_bytes, self._largest_payload - HEADER_BYTES)
         self.store.holdings.tenants.set_quota(self._salt_id, self.quota)
 
@@ -214,7 +218,7 @@ class ValueShelf:
             raise InvalidRequestError(f"a value of {byte_count} bytes")
         if store.is_draining:
             raise DrainingError("the daemon is shutting down")
-        session = self._session(size_of(byte_count, self._largest_payload))
+        session = self._session(self._payload_for(byte_count))
         size_class = session.own.size_classes[0]
         wanted = self._arriving_bytes + size_class.slot_bytes
         is_admitted = holdings.quotas.admit(self.tenant, wanted)
@@ -345,6 +349,17 @@ class ValueShelf:
             return None
         return block
 
+    def _payload_for(self, byte_count: int) -> int:
+        """Of the slot for a value: a close fit, while there are few sizes.
+
+        Each size takes an extent at least, which no other can use meanwhile. So when the close ones
+        have half of what the door may have, values of new sizes share those of powers of two.
+        """
+        close = size_of(byte_count, self._largest_payload)
+        if close in self._sessions or len(self._sessions) < self._most_close_sizes:
+            return close
+        return size_of(byte_count, self._largest_payload, steps=1)
+
     def _session(self, payload_bytes: int) -> Session:
         session = self._sessions.get(payload_bytes)
         if session is None:
@@ -400,11 +415,15 @@ class ValueShelf:
         incoming._place.release()
 
 
-def size_of(byte_count: int, largest_payload: int) -> int:
-    """The payload of the slot for a value: at most a sixteenth, or a page, is left over."""
+def size_of(byte_count: int, largest_payload: int, steps: int = _STEPS) -> int:
+    """The payload of the slot for a value: at most a sixteenth, or a page, is left over.
+
+    Args:
+        steps: sizes between a power of two and the next; the part that may be left over.
+    """
     wanted = byte_count + HEADER_BYTES
     below = 1 << (wanted.bit_length() - 1)
-    step = max(ALIGNMENT, below // _STEPS)
+    step = max(ALIGNMENT, below // steps)
     return min(align_up(-(-wanted // step) * step), largest_payload)
 
 

@@ -508,6 +508,18 @@ async def test_an_empty_value_counts_as_known(tmp_path: Path) -> None:
         assert (served.count("resp_hits"), served.count("resp_misses")) == (1, 1)
 
 
+async def test_values_of_many_sizes_share_the_slots_of_a_few(tmp_path: Path) -> None:
+    sizes = [3000 + 1024 * number for number in range(48)]
+    async with small_door(tmp_path, extents=24, ssd_segments=0) as served, talk(served) as client:
+        shelf = served.door.shelf
+        for size in sizes:
+            assert await client.ask("SET", "one", value_of(size, size)) == "OK"
+            assert await client.ask("GET", "one") == value_of(size, size)
+        # Six close ones, of half of the door's share, and powers of two from 4 KiB to an extent.
+        assert len(shelf._sessions) <= 6 + 5
+        assert max(shelf._sessions) == size_of(sizes[-1], shelf._largest_payload, steps=1)
+
+
 def test_slots_waste_no_more_than_a_sixteenth_or_a_page() -> None:
     for size in [0, 1, 4080, 4081, 100_000, 1 << 20, (1 << 20) + 1, 33_000_000]:
         payload = size_of(size, 1 << 26)
