@@ -73,7 +73,7 @@ test-sglang: $(SGLANG_VENV)/.ready
 endif
 $(SGLANG_VENV)/.ready: deploy/requirements-sglang-cpu.txt
 	@sh deploy/make-venv.sh $(PYTHON) $(SGLANG_VENV)
-	@echo "installing SGLang for CPUs into $(SGLANG_VENV); this takes minutes and 3 GB, once"
+	@echo "installing SGLang for CPUs into $(SGLANG_VENV); this takes minutes and 2 GB, once"
 	@env -u PYTHONDONTWRITEBYTECODE $(SGLANG_VENV)/bin/python -m pip install --quiet \
 	  --disable-pip-version-check --no-deps -r deploy/requirements-sglang-cpu.txt
 	@touch $@

@@ -27,7 +27,6 @@ from tests.helpers.sglang_server import (
     PAGE_TOKENS,
     Answer,
     SglangServer,
-    make_model,
     storage_options,
 )
 from tests.helpers.waiting import until
@@ -43,13 +42,6 @@ FAULTS = {
 # A machine that is busy, or stands still for a minute, must not turn a hit into a miss here.
 PATIENT = {"timeout_seconds": 60.0, "load_seconds": 60.0, "hicache_storage_pass_prefix_keys": True}
 PATIENCE = {"daemon.lease_seconds": 180.0, "daemon.stage_seconds": 180.0}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("checkpoint") / "model"
-    make_model(directory)
-    return directory
 
 
 @pytest.fixture(scope="module")

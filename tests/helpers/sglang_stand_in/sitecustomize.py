@@ -1,8 +1,9 @@
 """Lets SGLang run where there is no GPU; Python imports this first in every process of a test.
 
-SGLang 0.5.23 names torchvision, torchaudio and a vLLM operator module at import, and copies pages
-between its two pools with CUDA kernels only. Here the names are empty modules, and the two copies
-are index copies of torch. Beside the memory that it keeps free, nothing else of it is touched.
+SGLang 0.5.23 names torchvision, torchaudio, Triton and a vLLM operator module at import, and copies
+pages between its two pools with CUDA kernels only. Here the names are empty modules (Triton, which
+compiles for GPUs only, is a gigabyte), and the two copies are index copies of torch. Beside the
+memory that it keeps free, nothing else of it is touched.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ HOST_POOL = "sglang.srt.mem_cache.pool_host.mha"
 HOST_MEMORY = "sglang.srt.mem_cache.pool_host.base"
 KEPT_FREE_BYTES = 256 << 20
 """Of the host's memory; SGLang keeps 10 GiB, which a test machine may not have."""
-MEDIA = frozenset({"torchvision", "torchaudio"})
+NAMES_ONLY = frozenset({"datasets", "torchvision", "torchaudio", "triton"})
 OPERATORS = "vllm._custom_ops"
 
 
@@ -31,7 +32,23 @@ class _NamesMeta(type):
 
 def _named(name: str) -> type:
     """A class that takes any arguments and whose attributes are such classes again."""
-    return _NamesMeta(name, (), {"__init__": lambda self, *args, **kwargs: None})
+    return _NamesMeta(name, (), {"__init__": _take_all, "__call__": _return_self})
+
+
+def _take_all(self: Any, *args: Any, **kwargs: Any) -> None:
+    """Of a decorator: the kernel that it is given is never run."""
+
+
+def _return_self(self: Any, *args: Any, **kwargs: Any) -> Any:
+    return self
+
+
+def _cdiv(dividend: int, divisor: int) -> int:
+    return -(-dividend // divisor)
+
+
+def _next_power_of_2(number: int) -> int:
+    return 1 << (number - 1).bit_length()
 
 
 def _refuse(*args: Any, **kwargs: Any) -> Any:
@@ -43,15 +60,17 @@ class EmptyModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         top = name.partition(".")[0]
-        if top in MEDIA or name in ("vllm", OPERATORS):
+        if top in NAMES_ONLY or name in ("vllm", OPERATORS):
             return importlib.machinery.ModuleSpec(name, self, is_package=name != OPERATORS)
         return None
 
     def create_module(self, spec: Any) -> types.ModuleType:
         module = types.ModuleType(spec.name)
-        if spec.name.partition(".")[0] in MEDIA:
+        if spec.name.partition(".")[0] in NAMES_ONLY:
             module.__dict__["__version__"] = "0.0"
             module.__dict__["__getattr__"] = self._attribute
+            if spec.name == "triton":
+                module.__dict__.update(cdiv=_cdiv, next_power_of_2=_next_power_of_2)
         elif spec.name == OPERATORS:
             for operator in ("fused_add_rms_norm", "rms_norm", "rotary_embedding"):
                 setattr(module, operator, _refuse)
