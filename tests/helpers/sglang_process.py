@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,3 +56,22 @@ def run(script: Path, *arguments: str, variables: Mapping[str, str] | None = Non
     said = f"{done.stdout[-6000:]}\n{done.stderr[-6000:]}"
     assert done.returncode == 0, f"{script.name} ended with {done.returncode}:\n{said}"
     return done.stdout
+
+
+def run_together(script: Path, each: Sequence[Sequence[str]], directory: Path) -> list[str]:
+    """`run` with each of these arguments at the same time; none outlives the call."""
+    logs = [directory / f"{number}.log" for number in range(len(each))]
+    running: list[subprocess.Popen[bytes]] = []
+    try:
+        for arguments, log in zip(each, logs, strict=True):
+            with log.open("wb") as out:
+                command = [python(), script, *arguments]
+                running.append(subprocess.Popen(command, stdout=out, stderr=out, env=environment()))
+        ends = [process.wait(2 * RUN_SECONDS) for process in running]
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+    said = [log.read_text() for log in logs]
+    assert not any(ends), f"{script.name} ended with {ends}:\n" + "\n".join(s[-4000:] for s in said)
+    return said

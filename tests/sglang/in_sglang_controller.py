@@ -74,7 +74,9 @@ def pools(kind: str, layout: str) -> tuple[Any, Any]:
     )
 
 
-def controller(socket_path: str, kind: str, layout: str, io: str) -> HiCacheController:
+def controller(
+    socket_path: str, kind: str, layout: str, io: str, tp_group: Any = None
+) -> HiCacheController:
     device, host = pools(kind, layout)
     extra = {
         "backend_name": "emberkv",
@@ -90,7 +92,7 @@ def controller(socket_path: str, kind: str, layout: str, io: str) -> HiCacheCont
         Allocator(device),
         host,
         PAGE_TOKENS,
-        None,
+        tp_group,
         threading.Event(),
         storage_backend="dynamic",
         prefetch_threshold=PAGE_TOKENS,
