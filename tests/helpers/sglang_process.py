@@ -65,7 +65,7 @@ def run_together(script: Path, each: Sequence[Sequence[str]], directory: Path) -
     try:
         for arguments, log in zip(each, logs, strict=True):
             with log.open("wb") as out:
-                command = [python(), script, *arguments]
+                command: list[str | Path] = [python(), script, *arguments]
                 running.append(subprocess.Popen(command, stdout=out, stderr=out, env=environment()))
         ends = [process.wait(2 * RUN_SECONDS) for process in running]
     finally:
