@@ -10,7 +10,7 @@ from typing import overload
 import numpy as np
 import numpy.typing as npt
 
-from emberkv_proto.types import EngineHit, NodeHit
+from emberkv_proto.types import ChainHits, NodeHit
 from router.candidates import Candidate, Preferences
 from router.chains import ChainKind
 from router.choice_kernel import (
@@ -44,7 +44,7 @@ from router.scoring import Holding, Load, OwnHit, Speeds, holding_from
 from router.speeds import LearningLimits, SpeedBook
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class EngineRoom:
     """From how much on an engine is full."""
 
@@ -55,13 +55,14 @@ class EngineRoom:
 class Considered(Sequence[Candidate]):
     """The engines that had room when a choice was made, told apart only if somebody looks."""
 
-    __slots__ = ("_engines", "_found", "_hits", "_loads", "_now", "_room", "_speeds")
+    __slots__ = ("_engines", "_found", "_hits", "_loads", "_now", "_room", "_slots", "_speeds")
 
     def __init__(
         self,
         engines: Sequence[Engine],
         speeds: Sequence[Speeds],
         loads: npt.NDArray[np.float64],
+        slots: npt.NDArray[np.int64],
         hits: array[int],
         now: float,
         room: EngineRoom,
@@ -69,6 +70,7 @@ class Considered(Sequence[Candidate]):
         self._engines = engines
         self._speeds = speeds
         self._loads = loads
+        self._slots = slots
         self._hits = hits
         self._now = now
         self._room = room
@@ -86,16 +88,17 @@ class Considered(Sequence[Candidate]):
 
     def _candidates(self) -> list[Candidate]:
         if self._found is None:
+            loads = self._loads[self._slots]
             self._found = [
-                Candidate(engine.url, self._load(row), self._holding(row), self._speeds[row])
+                Candidate(engine.url, self._load(loads[row]), self._holding(row), self._speeds[row])
                 for row, engine in enumerate(self._engines)
-                if self._loads[row, ACTIVE] < self._room.max_requests
-                and self._loads[row, QUEUED] < self._room.max_queued
+                if loads[row, ACTIVE] < self._room.max_requests
+                and loads[row, QUEUED] < self._room.max_queued
             ]
         return self._found
 
-    def _load(self, row: int) -> Load:
-        active, queued, pairs, first, first_pairs, since = self._loads[row].tolist()
+    def _load(self, row: npt.NDArray[np.float64]) -> Load:
+        active, queued, pairs, first, first_pairs, since = row.tolist()
         if not queued:
             return Load(int(active))
         return Load(
@@ -118,7 +121,7 @@ class Considered(Sequence[Candidate]):
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Picked:
     """The engine of the choice, what it holds, and whether another one holds more."""
 
@@ -201,8 +204,7 @@ class Board:
         self,
         kind: ChainKind,
         keys: Sequence[int],
-        nodes: Mapping[str, NodeHit],
-        engines: Mapping[str, EngineHit],
+        found: ChainHits,
         predicted: PredictedChains,
         now: float,
     ) -> None:
@@ -212,15 +214,17 @@ class Board:
             return
         hits, tokens = self._hits, kind.block_tokens
         of_url = places.by_url.get
-        for url, own in engines.items():
-            at = of_url(url)
+        for own in reversed(found.engines):  # of an engine's ranks the one that has most stays
+            at = of_url(own.url)
+            if at is None:
+                at = of_url(own.url.rstrip("/"))
             if at is not None:
                 hits[at + OWN_HIT] = own.hit_blocks
                 hits[at + OWN_HBM] = own.hbm_blocks
                 hits[at + OWN_DRAM] = own.dram_blocks
                 hits[at + BLOCK_TOKENS] = tokens
-        if nodes:
-            self._hold_nodes(places, nodes, tokens)
+        if found.nodes:
+            self._hold_nodes(places, {hit.node_id: hit for hit in found.nodes}, tokens)
         for url, blocks in predicted.hits(keys, now):
             at = of_url(url)
             if at is not None:
@@ -268,7 +272,8 @@ class Board:
         considered = Considered(
             self.engines,
             self._all_speeds,
-            self.rows[self._slots],
+            self.rows.copy(),
+            self._slots,
             self._hits[:],
             now,
             EngineRoom(max_requests, max_queued),

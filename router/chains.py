@@ -12,6 +12,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,8 +26,7 @@ STRETCH_BLOCKS = 16
 KeyArray = npt.NDArray[np.uint64]
 
 
-@dataclass(frozen=True, slots=True)
-class ChainKind:
+class ChainKind(NamedTuple):
     """What a chain's hashes depend on beside tokens and salt."""
 
     namespace_id: NamespaceId

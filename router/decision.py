@@ -10,7 +10,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -73,19 +73,26 @@ class EngineLimits:
 
 @dataclass(slots=True, eq=False)
 class Chain:
-    """A prompt's blocks in one namespace, and who holds them."""
+    """A prompt's blocks in one namespace, and who holds them, longest first."""
 
     hashes: Sequence[BlockHash]
     keys: Sequence[int]
-    hits: Mapping[str, NodeHit]
-    engines: Mapping[str, EngineHit]
-    """By URL; of an engine's ranks the one that has most."""
+    found: ChainHits
+
+    def on_node(self, node_id: str) -> NodeHit | None:
+        return next((hit for hit in self.found.nodes if hit.node_id == node_id), None)
+
+    def on_engine(self, url: str) -> EngineHit | None:
+        """Of an engine's ranks the one that has most."""
+        for hit in self.found.engines:
+            if hit.url == url or hit.url.rstrip("/") == url:
+                return hit
+        return None
 
     def best_beside(self, node_id: str) -> int:
         """Blocks of the best node other than this one."""
-        return max(
-            (hit.hit_blocks for other, hit in self.hits.items() if other != node_id), default=0
-        )
+        others = (hit.hit_blocks for hit in self.found.nodes if hit.node_id != node_id)
+        return max(others, default=0)
 
 
 @dataclass(slots=True, eq=False)
@@ -255,7 +262,7 @@ class Chooser:
         return Decision(
             Scored(engine, picked, estimate_of(picked, plan.prompt_tokens)),
             chain.keys if chain else (),
-            chain.engines.get(engine.url) if chain else None,
+            chain.on_engine(engine.url) if chain else None,
             picked.holding.node_tokens < most,
             plan,
             scored,
@@ -276,7 +283,7 @@ class Chooser:
         now = self._clock()
         board.clear()
         for kind, chain in plan.chains.items():
-            board.hold(kind, chain.keys, chain.hits, chain.engines, self._predicted, now)
+            board.hold(kind, chain.keys, chain.found, self._predicted, now)
         if plan.session is not None:
             url = self._sessions.engine_of(plan.session, now)
             held = self._sessions.held_tokens(plan.session, url, now)
@@ -302,7 +309,7 @@ class Chooser:
         return Decision(
             Scored(engine, found, estimate_of(found, plan.prompt_tokens)),
             chain_of.keys if chain_of else (),
-            chain_of.engines.get(engine.url) if chain_of else None,
+            chain_of.on_engine(engine.url) if chain_of else None,
             picked.is_exploring,
             plan,
             picked.considered,
@@ -422,12 +429,7 @@ class Chooser:
             log.exception("index query of %d keys failed", len(keys.array))
             self._metrics.index_errors.inc()
             hits = ChainHits()
-        return Chain(
-            keys.hashes,
-            keys.numbers,
-            {hit.node_id: hit for hit in hits.nodes},
-            {hit.url.rstrip("/"): hit for hit in reversed(hits.engines)},
-        )
+        return Chain(keys.hashes, keys.numbers, hits)
 
     def _candidate(self, engine: Engine, plan: Plan) -> Candidate:
         return Candidate(
@@ -446,7 +448,7 @@ class Chooser:
         if kind is None or chain is None:
             return NOTHING
         return holding_from(
-            own_hit(chain.hits.get(engine.node_id), chain.engines.get(engine.url)),
+            own_hit(chain.on_node(engine.node_id), chain.on_engine(engine.url)),
             chain.best_beside(engine.node_id) if engine.node_id else 0,
             self._predicted.hit_blocks(engine.url, chain.keys, self._clock()),
             kind.block_tokens,

@@ -29,6 +29,8 @@ class Engine:
     host: str
     port: int
     health: Health
+    authority: bytes = field(init=False)
+    """As a Host header says it."""
     engine_id: str = ""
     node_id: str = ""
     model: str = ""
@@ -49,6 +51,9 @@ class Engine:
     """How its prompts' blocks are hashed; None: not known."""
     model_cards: tuple[dict[str, Any], ...] = field(default=())
     """Its last /v1/models."""
+
+    def __post_init__(self) -> None:
+        self.authority = b"%s:%d" % (self.host.encode(), self.port)
 
     @property
     def name(self) -> str:

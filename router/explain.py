@@ -32,8 +32,8 @@ def explain(
                 "namespace_id": kind.namespace_id.hex(),
                 "block_tokens": kind.block_tokens,
                 "blocks": len(chain.keys),
-                "hits": [asdict(hit) for hit in chain.hits.values()],
-                "engine_hits": [asdict(hit) for hit in chain.engines.values()],
+                "hits": [asdict(hit) for hit in chain.found.nodes],
+                "engine_hits": [asdict(hit) for hit in chain.found.engines],
             }
             for kind, chain in plan.chains.items()
         ],

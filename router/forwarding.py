@@ -28,10 +28,8 @@ def upstream_request(request: Request, engine: Engine, identity: bytes) -> bytes
     options = connection_options(request.headers)
     if options:
         dropped = dropped | options
-    parts = [
-        b"%s %s HTTP/1.1\r\nhost: %s:%d\r\n"
-        % (request.method.encode(), request.target, engine.host.encode(), engine.port)
-    ]
+    line = (request.method.encode(), request.target, engine.authority)
+    parts = [b"%s %s HTTP/1.1\r\nhost: %s\r\n" % line]
     parts += [b"%s: %s\r\n" % item for item in request.headers if item[0] not in dropped]
     parts.append(b"x-request-id: %s\r\ncontent-length: %d\r\n\r\n" % (identity, len(request.body)))
     parts.append(request.body)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterator, Sequence, Set
-from contextlib import aclosing, contextmanager
+from contextlib import AbstractContextManager, aclosing, contextmanager, nullcontext
 from dataclasses import dataclass
 
 from client_sdk.hint_client import HintClient
@@ -21,6 +21,7 @@ from router.engines import Engine
 from router.metrics import RouterMetrics
 
 log = logging.getLogger(__name__)
+_NOTHING = nullcontext()
 MAX_HINTS = 1024
 """At a time; further requests go without."""
 AWAY_SECONDS = 2.0
@@ -78,8 +79,7 @@ class Hinter:
         """How many are in progress."""
         return len(self._tasks)
 
-    @contextmanager
-    def queued(self, decision: Decision) -> Iterator[None]:
+    def queued(self, decision: Decision) -> AbstractContextManager[object]:
         """Bring what the estimate fetches from SSD or peers, if the request has to wait."""
         chosen = decision.chosen
         used, limits = chosen.estimate.used, self._limits
@@ -90,12 +90,10 @@ class Hinter:
             and chosen.estimate.queue_seconds >= limits.least_queue_seconds
         )
         if not is_wanted or decision.kind is None:
-            yield
-            return
+            return _NOTHING
         tokens = used.node_tokens + used.peer_tokens
         hashes = decision.hashes[: tokens // decision.kind.block_tokens]
-        with self.bring(chosen.engine, decision.kind.namespace_id, hashes):
-            yield
+        return self.bring(chosen.engine, decision.kind.namespace_id, hashes)
 
     @contextmanager
     def bring(

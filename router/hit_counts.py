@@ -12,15 +12,15 @@ def count_hits(
     metrics: RouterMetrics, decision: Decision, delivered: usage.Delivered | None
 ) -> None:
     """Once for each answer of status 200. `delivered`: by the engine's own word, where it tells."""
-    used = decision.chosen.estimate.used
-    for source, tokens in (
-        ("hbm", used.hbm_tokens),
-        ("dram", used.dram_tokens),
-        ("ssd", used.ssd_tokens),
-        ("peer", used.peer_tokens),
-    ):
-        if tokens:
-            metrics.predicted_tokens.labels(source).inc(tokens)
+    used, predicted = decision.chosen.estimate.used, metrics.predicted_tokens.labels
+    if used.hbm_tokens:
+        predicted("hbm").inc(used.hbm_tokens)
+    if used.dram_tokens:
+        predicted("dram").inc(used.dram_tokens)
+    if used.ssd_tokens:
+        predicted("ssd").inc(used.ssd_tokens)
+    if used.peer_tokens:
+        predicted("peer").inc(used.peer_tokens)
     metrics.told_hbm_tokens.inc(decision.told_hbm_tokens)
     metrics.saved_seconds.inc(saved_seconds(decision, delivered))
     if delivered is not None:

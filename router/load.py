@@ -70,10 +70,11 @@ class Charge:
         if self._entry is None:
             raise IntegrityError(f"charge on {self._url} released twice")
         self.prefilled()
-        self._entry.charges.remove(self)
-        self._ledger.show(self._entry)
-        self._entry = None
-        self._ledger.prune(self._url)
+        entry, self._entry = self._entry, None
+        entry.charges.remove(self)
+        self._ledger.show(entry)
+        if not entry.charges:
+            self._ledger.prune(self._url)
         self._ledger.freed()
 
     def __enter__(self) -> Charge:
@@ -130,12 +131,12 @@ class LoadLedger:
         entry = self._entries.get(url)
         if entry is None:
             entry = self._entries[url] = _Entry(self.slot(url))
-        tokens, pairs = max(0, prefill_tokens), max(0, attention_pairs)
-        charge = Charge(self, url, entry, tokens, pairs, self._clock())
+        tokens, pairs, now = max(0, prefill_tokens), max(0, attention_pairs), self._clock()
+        charge = Charge(self, url, entry, tokens, pairs, now)
         entry.charges.add(charge)
         if tokens:
             if not entry.waiting:
-                entry.busy_since = self._clock()
+                entry.busy_since = now
             entry.waiting[charge] = None
         entry.queued_tokens += tokens
         entry.queued_pairs += pairs

@@ -62,20 +62,24 @@ class PredictedChains:
         found: dict[str, int] = {}
         if not keys:
             return []
-        first, last, total, guess = keys[0], keys[-1], len(keys), 0
+        last, total, guess = keys[-1], len(keys), 0
         for generation in (self._young, self._old):
             for url, alive in generation.expiry.items():
+                known = found.get(url, 0)
+                # What is alive is a beginning: without the next key there is no more to find.
+                if known == total or alive.get(keys[known], now) <= now:
+                    continue
                 if alive.get(last, now) > now:
                     found[url] = total
-                elif alive.get(first, now) > now and found.get(url) != total:
-                    # Most engines part from a chain where others do: at its shared beginning.
-                    if not (
-                        0 < guess < total
-                        and alive.get(keys[guess - 1], now) > now
-                        and alive.get(keys[guess], now) <= now
-                    ):
-                        guess = _alive_blocks(alive, keys, now)
-                    found[url] = max(guess, found.get(url, 0))
+                    continue
+                # Most engines part from a chain where others do: at its shared beginning.
+                if not (
+                    known < guess < total
+                    and alive.get(keys[guess - 1], now) > now
+                    and alive.get(keys[guess], now) <= now
+                ):
+                    guess = _alive_blocks(alive, keys, now)
+                found[url] = guess
         return [PredictedHit(*item) for item in found.items()]
 
     def forget(self, url: str) -> None:

@@ -4,6 +4,9 @@
 first: in HBM, told or predicted (free), the node's own DRAM and SSD, then another node's. A prefix
 can be used only from its start, so the choice is where to stop fetching: each further stretch is
 taken when fetching it costs less than computing it.
+
+Values here are never changed; those made for each request are not frozen, since that takes three
+times as long.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ def attention_pairs(computed_tokens: int, prompt_tokens: int) -> int:
     return computed_tokens * (prompt_tokens - computed_tokens // 2)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Load:
     """What an engine still has to do, as this router knows it."""
 
@@ -50,7 +53,7 @@ class Load:
     """How long the engine may have worked on it."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Holding:
     """Leading tokens of a chain by where one engine finds them; they follow each other."""
 
@@ -65,7 +68,7 @@ class Holding:
         return self.hbm_tokens + self.dram_tokens + self.ssd_tokens
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Estimate:
     """The terms of t(i). `used` is the part of the holding worth fetching."""
 
@@ -83,7 +86,7 @@ class Estimate:
 NOTHING = Holding()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class OwnHit:
     """What an engine finds without asking another node; blocks in no order of their tiers."""
 

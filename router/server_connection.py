@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 
 MAX_PIPELINED = 8
 LINGER_SECONDS = 2.0
+_OF_FRAMING = frozenset({b"content-length", b"expect", b"transfer-encoding"})
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
@@ -207,16 +208,22 @@ class ServerConnection(asyncio.Protocol):
 
     def on_url(self, url: bytes) -> None:
         self._url += url
-        self._count_head(len(url))
+        self._head_bytes += len(url)
+        if self._head_bytes > self._limits.max_header_bytes:
+            raise _Refusal(self._head_too_large())
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._count_head(len(name) + len(value) + 4)
+        self._head_bytes += len(name) + len(value) + 4
+        if self._head_bytes > self._limits.max_header_bytes:
+            raise _Refusal(self._head_too_large())
         if not self._is_head_complete:  # trailers come here too; they are not passed on
             self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
         self._is_head_complete = True
         for name, value in self._headers:
+            if name not in _OF_FRAMING:
+                continue
             if name == b"content-length" and int(value) > self._limits.max_body_bytes:
                 raise _Refusal(self._too_large())
             if name == b"expect":
@@ -299,11 +306,6 @@ class ServerConnection(asyncio.Protocol):
     @property
     def _is_in_head(self) -> bool:
         return self._is_reading_message and not self._is_head_complete
-
-    def _count_head(self, size: int) -> None:
-        self._head_bytes += size
-        if self._head_bytes > self._limits.max_header_bytes:
-            raise _Refusal(self._head_too_large())
 
     def _head_too_large(self) -> Response:
         return error_response(

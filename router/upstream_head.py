@@ -51,14 +51,15 @@ class ResponseHead:
     may_keep_alive: bool
     options: frozenset[bytes] = field(default=frozenset())
     """Names that its Connection header takes out of what is passed on."""
+    is_chunked: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        encoding = self.fields.get(b"transfer-encoding")
+        self.is_chunked = encoding is not None and encoding.lower() == b"chunked"
 
     def header(self, name: bytes) -> bytes | None:
         """Return the first value of `name` (lower case)."""
         return self.fields.get(name)
-
-    @property
-    def is_chunked(self) -> bool:
-        return self.fields.get(b"transfer-encoding", b"").lower() == b"chunked"
 
     def body(self) -> Body:
         """A follower of this response's body that leaves the framing as it is."""

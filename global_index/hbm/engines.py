@@ -16,6 +16,7 @@ import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
+from operator import attrgetter
 
 from emberkv_proto.errors import InvalidRequestError, UnavailableError
 from emberkv_proto.events import BlocksRemoved, BlocksStored, Event, Keys
@@ -32,6 +33,7 @@ log = logging.getLogger(__name__)
 
 MAX_ENGINES = 4096
 MAX_BLOCK_TOKENS = 1 << 16
+_HIT_BLOCKS = attrgetter("hit_blocks")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -266,7 +268,7 @@ class EngineDirectory:
                 told = EngineHit(key.engine_id, key.dp_rank, engine.info.url, key.node_id, *counts)
                 engine.told, engine.told_counts = told, counts
             hits.append(told)
-        hits.sort(key=lambda hit: -hit.hit_blocks)
+        hits.sort(key=_HIT_BLOCKS, reverse=True)
         return hits
 
     def explain(self, keys: Keys) -> list[EngineTrace]:

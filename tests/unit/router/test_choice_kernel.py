@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from emberkv_proto.types import EngineHit, NamespaceId, NodeHit, NodeId
+from emberkv_proto.types import ChainHits, EngineHit, NamespaceId, NodeHit, NodeId
 from router.candidates import Asked, Candidate, CostPolicy, Preferences
 from router.chains import ChainKind
 from router.engines import EngineTable
@@ -107,7 +107,7 @@ def test_it_picks_what_the_policy_picks(states, nodes, prompt: int, chance: floa
     wanted = CostPolicy(WANTED).pick(Asked(prompt), candidates, Chance(chance))
     board = board_module.Board(engines, ledger, book, WANTED)
     board.clear()
-    board.hold(KIND, KEYS, node_hits, own, predicted, now[0])
+    board.hold(KIND, KEYS, ChainHits((*node_hits.values(),), (*own.values(),)), predicted, now[0])
     picked = board.pick(prompt, now[0], chance, 100, 10**9)
     board.check_integrity()
     ledger.check_integrity()

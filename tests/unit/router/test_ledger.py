@@ -110,18 +110,23 @@ def test_a_forgotten_engine_has_nothing_and_its_old_notes_do_no_harm() -> None:
 def test_predicted_prefixes_match_a_plain_walk() -> None:
     predicted, rng = PredictedChains(3.0), Random(5)
     trunk = list(range(1, 40))
-    notes: list[tuple[float, list[int]]] = []
+    notes: dict[str, list[tuple[float, list[int]]]] = {"a": [], "b": [], "c": []}
     for step in range(300):
         now = step * 0.05
         split, branch = rng.randrange(40), rng.randrange(1, 6)
         tail = [10_000 * branch + 100 * split + i for i in range(split, 40)]  # as chained hashes
         chain = trunk[:split] + tail
-        hit = predicted.hit_blocks("a", chain, now)
-        alive = {key for at, keys in notes if at + 3.0 > now for key in keys}
-        assert hit == next((i for i, key in enumerate(chain) if key not in alive), len(chain))
-        if rng.random() < 0.3:
-            predicted.note("a", chain, now)
-            notes.append((now, chain))
+        wanted = {}
+        for url, own in notes.items():
+            alive = {key for at, keys in own if at + 3.0 > now for key in keys}
+            wanted[url] = next((i for i, key in enumerate(chain) if key not in alive), len(chain))
+            assert predicted.hit_blocks(url, chain, now) == wanted[url]
+        found = dict(predicted.hits(chain, now))
+        assert found == {url: blocks for url, blocks in wanted.items() if blocks}
+        if rng.random() < 0.5:
+            url = rng.choice("abc")
+            predicted.note(url, chain, now)
+            notes[url].append((now, chain))
         predicted.check_integrity()
 
 
