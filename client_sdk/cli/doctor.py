@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import mmap
 import os
@@ -196,10 +197,14 @@ def check_faults(environ: Mapping[str, str]) -> Finding:
 
 def check_stale_pools(shm: Path, is_alive: Callable[[Path], bool]) -> Finding:
     """Pools that no process maps: memory held for nothing, unless a daemon will come back."""
-    stale = [pool for pool in sorted(shm.glob("emberkv-*")) if not is_alive(pool)]
+    stale: dict[Path, int] = {}
+    for pool in sorted(shm.glob("emberkv-*")):
+        if not is_alive(pool):
+            with contextlib.suppress(FileNotFoundError):  # its daemon has just removed it
+                stale[pool] = pool.stat().st_size
     if not stale:
         return Finding("left-over pools", Verdict.OK, "none")
-    size = sum(pool.stat().st_size for pool in stale)
+    size = sum(stale.values())
     names = " ".join(str(pool) for pool in stale)
     fix = f"if no daemon will start on them again: rm {names}"
     seen = f"{len(stale)} files of {size / MIB:.0f} MiB that no process maps"

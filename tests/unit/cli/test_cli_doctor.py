@@ -121,6 +121,16 @@ def test_pools_that_nobody_maps_are_listed(tmp_path: Path) -> None:
     assert "emberkv-1-a" not in finding.fix
 
 
+def test_a_pool_that_goes_while_it_is_looked_at_is_not_left_over(tmp_path: Path) -> None:
+    (tmp_path / "emberkv-1-a").write_bytes(b"x")
+
+    def ends_now(pool: Path) -> bool:
+        pool.unlink()
+        return False
+
+    assert doctor.check_stale_pools(tmp_path, ends_now).verdict is Verdict.OK
+
+
 def test_a_config_that_cannot_be_read_is_a_finding_not_a_crash(tmp_path: Path) -> None:
     path = tmp_path / "bad.yaml"
     path.write_text("enigne: {}")
