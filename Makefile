@@ -9,6 +9,10 @@ DOCS_VENV ?= .venvs/docs
 ENVOY_VENV ?= .venvs/envoy
 BIN = $(VENV)/bin
 PROTOS = $(wildcard proto/emberkv_proto/v1/*.proto)
+# A package index or a mirror that fails once is asked again.
+export PIP_RETRIES ?= 10
+export PIP_DEFAULT_TIMEOUT ?= 60
+APT = apt-get -o Acquire::Retries=5 -o DPkg::Lock::Timeout=300
 PROTOC = $(PROTO_VENV)/bin/python -m grpc_tools.protoc -I proto
 
 .DEFAULT_GOAL := help
@@ -159,13 +163,15 @@ check: lint type proto-check test-fast ## what to run before a commit
 redis-server: ## install a Redis server from the system's packages if there is none
 	@command -v redis-server >/dev/null || command -v valkey-server >/dev/null \
 	  || { echo "installing redis-server with apt-get"; as=$$([ "$$(id -u)" = 0 ] || echo "sudo -n"); \
-	       $$as apt-get update -qq && $$as apt-get install -y -qq --no-install-recommends redis-server; } \
+	       $$as $(APT) update -qq || echo "the lists of packages may be old" >&2; \
+	       $$as $(APT) install -y -qq --no-install-recommends redis-server; } \
 	  || { echo "no redis-server, and apt-get cannot install one: install Redis 7 or Valkey" >&2; exit 1; }
 
 browser: ## install a headless Chromium from the system's packages if there is none
 	@command -v chromium-headless-shell >/dev/null || command -v chromium >/dev/null \
 	  || { echo "installing chromium-headless-shell with apt-get"; as=$$([ "$$(id -u)" = 0 ] || echo "sudo -n"); \
-	       $$as apt-get update -qq && $$as apt-get install -y -qq --no-install-recommends chromium-headless-shell; } \
+	       $$as $(APT) update -qq || echo "the lists of packages may be old" >&2; \
+	       $$as $(APT) install -y -qq --no-install-recommends chromium-headless-shell; } \
 	  || echo "no Chromium could be installed: the tests of the page will be skipped" >&2
 
 ci: export EMBERKV_REQUIRE_REDIS = 1

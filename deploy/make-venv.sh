@@ -9,8 +9,9 @@ rm -rf "$dir"
 package="python$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')-venv"
 if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then
   echo "installing $package, which $python -m venv needs"
-  apt-get update -qq
-  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq "$package" >/dev/null
+  set -- -o Acquire::Retries=5 -o DPkg::Lock::Timeout=300
+  apt-get "$@" update -qq || echo "the lists of packages may be old" >&2
+  DEBIAN_FRONTEND=noninteractive apt-get "$@" install -y -qq "$package" >/dev/null
   exec "$python" -m venv "$dir"
 fi
 echo "$said" >&2

@@ -24,7 +24,7 @@ from client_sdk.cli.process import ServerProcess
 from emberkv_proto.errors import IntegrityError, InvalidRequestError, UnavailableError
 
 END_SECONDS = 8.0
-ROUTED_SECONDS = 20.0
+ROUTED_SECONDS = 60.0
 WATCH_SECONDS = 0.2
 
 Progress = Callable[[str], None]

@@ -24,7 +24,7 @@ USUAL_BLOCKS = 64
 """Longer prompts are left out where any will do: recomputing them takes the demo's time."""
 KILL_AFTER = 10
 """Requests of the trace's second half that are answered before engine A is killed."""
-SETTLE_SECONDS = 20.0
+SETTLE_SECONDS = 60.0
 QUIET_POLLS = 4
 
 

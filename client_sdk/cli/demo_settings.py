@@ -79,7 +79,9 @@ def torch_engine_settings(size: DemoSize) -> tuple[str, ...]:
         "engine.ffn=256",
         "engine.seed=1",
         f"engine.num_blocks={size.engine_blocks}",
-        "engine.load_patience_seconds=1.0",  # a busy machine must not turn hits into misses
+        # A busy machine must not turn hits into misses.
+        "engine.load_patience_seconds=10.0",
+        "engine.store_timeout_seconds=10.0",
     )
 
 

@@ -36,7 +36,7 @@ class ProcessSpec:
     endpoint_file: Path
     """Written by it once it serves: JSON with its pid. Not by one that has a `health_url`."""
     log_file: Path
-    ready_seconds: float = 60.0
+    ready_seconds: float = 120.0
     environment: tuple[tuple[str, str], ...] = ()
     python: str = sys.executable
     """Of the environment that has the module."""
