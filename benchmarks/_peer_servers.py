@@ -14,6 +14,7 @@ from pathlib import Path
 
 from benchmarks._peers import PeerUnavailableError
 from benchmarks._workers import end_process
+from client_sdk.cli.cluster_plan import choose_port
 
 START_SECONDS = 120.0
 HOST = "127.0.0.1"
@@ -27,7 +28,7 @@ LMCACHE_GB = "2"
 @contextmanager
 def mooncake_master(programs: Path) -> Iterator[str]:
     """Give the address of a master without high availability, SSD or snapshots."""
-    port, metrics, metadata = (free_port() for _ in range(3))
+    port, metrics, metadata = (choose_port() for _ in range(3))
     command = [
         str(programs / "mooncake_master"),
         *("--rpc_address", HOST, "--rpc_port", str(port)),
@@ -42,7 +43,7 @@ def mooncake_master(programs: Path) -> Iterator[str]:
 @contextmanager
 def mooncake_daemon(programs: Path, master: str) -> Iterator[str]:
     """Give the address of a node's `mooncake_client`, which shares memory with its clients."""
-    port = free_port()
+    port = choose_port()
     command = [
         str(programs / "mooncake_client"),
         *("--host", HOST, "--port", str(port), "--master_server_address", master),
@@ -56,7 +57,7 @@ def mooncake_daemon(programs: Path, master: str) -> Iterator[str]:
 @contextmanager
 def lmcache_server(programs: Path) -> Iterator[str]:
     """Give the port of a server that keeps everything in memory, a chunk a page of 16 tokens."""
-    port, http, prometheus = (free_port() for _ in range(3))
+    port, http, prometheus = (choose_port() for _ in range(3))
     command = [
         str(programs / "lmcache"),
         *("server", "--host", HOST, "--port", str(port), "--chunk-size", "16"),
@@ -114,9 +115,3 @@ def _listens(place: int | Path) -> bool:
     family = socket.AF_INET if isinstance(place, int) else socket.AF_UNIX
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         return probe.connect_ex((HOST, place) if isinstance(place, int) else str(place)) == 0
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind((HOST, 0))
-        return int(listener.getsockname()[1])

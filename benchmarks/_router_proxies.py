@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks._peer_servers import HOST, free_port
+from benchmarks._peer_servers import HOST
 from benchmarks._peers import (
     SGLANG_ROUTER,
     SMG,
@@ -28,6 +28,7 @@ from benchmarks._peers import (
 )
 from benchmarks._router_backend import MODEL
 from benchmarks._workers import ROOT, end_process
+from client_sdk.cli.cluster_plan import choose_port
 
 START_SECONDS = 240.0
 """Kernels may have to be compiled first."""
@@ -96,7 +97,7 @@ def our_router(engines: Engines) -> Iterator[Proxy]:
 
 @contextmanager
 def aiohttp_proxy(engines: Engines) -> Iterator[Proxy]:
-    port = free_port()
+    port = choose_port()
     command = [sys.executable, "-m", "benchmarks._router_aiohttp", str(port), *engines.urls]
     with _started("aiohttp", command) as process:
         _until("aiohttp", process, lambda: _answers(port))
@@ -109,7 +110,7 @@ def nginx(engines: Engines) -> Iterator[Proxy]:
     program = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin:/usr/local/sbin")
     if program is None:
         raise PeerUnavailableError("nginx is not on the PATH; Debian: apt-get install nginx-light")
-    port = free_port()
+    port = choose_port()
     servers = "".join(f"server {HOST}:{port};" for port in engines.ports)
     with tempfile.TemporaryDirectory(prefix="emberkv-bench-") as name:
         config = Path(name) / "nginx.conf"
@@ -133,7 +134,7 @@ def nginx(engines: Engines) -> Iterator[Proxy]:
 def peer_router(peer: Peer, engines: Engines, directory: Path) -> Iterator[Proxy]:
     """A Rust router in its own venv, choosing by its tree of the prompts it has seen."""
     programs = installed(peer, directory)
-    port, prometheus = free_port(), free_port()
+    port, prometheus = choose_port(), choose_port()
     module = f"{peer.name.replace('-', '_')}.launch_router"
     command = [
         str(programs / "python"),

@@ -7,7 +7,6 @@ import json
 import os
 import queue
 import signal
-import socket
 import subprocess
 import threading
 import time
@@ -17,6 +16,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
+
+from client_sdk.cli.cluster_plan import choose_port
 
 ROOT = Path(__file__).parents[1]
 HERE = Path(__file__).parent
@@ -212,9 +213,7 @@ class HttpServer(_Process):
         directory.mkdir(parents=True, exist_ok=True)
         self.log = directory / "server.log"
         self._variables = dict(variables)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = choose_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._command = [*command, "--host=127.0.0.1", f"--port={self.port}"]
 

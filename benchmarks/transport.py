@@ -22,10 +22,10 @@ from tempfile import TemporaryDirectory
 from benchmarks import _peer_servers as servers
 from benchmarks._daemon import running_daemon
 from benchmarks._figure import MIB, Figure, Line, NotAvailable, Options, main, median_values
-from benchmarks._peer_servers import free_port
 from benchmarks._peers import MOONCAKE, REDIS, PeerUnavailableError, installed
 from benchmarks._store_client import BATCH
 from benchmarks._workers import Worker, WorkerFailedError, end_process, gigabytes_per_second
+from client_sdk.cli.cluster_plan import choose_port
 
 BLOCK_BYTES = MIB
 DRAM_BYTES = 640 * MIB
@@ -77,7 +77,7 @@ def _figures(kind: str, found: dict[str, float], others: list[str], repeats: int
 @contextmanager
 def _pull_and_raw(kind: str) -> Iterator[tuple[Rate, Rate]]:
     with ExitStack() as stack:
-        ports = [free_port() for _ in range(2)]
+        ports = [choose_port() for _ in range(2)]
         nodes = [f"127.0.0.1:{port}" for port in ports]
         index = stack.enter_context(_running_index(nodes))
         owner, reader = (
@@ -126,7 +126,7 @@ def _pull_and_raw(kind: str) -> Iterator[tuple[Rate, Rate]]:
 
 @contextmanager
 def _running_index(nodes: list[str]) -> Iterator[str]:
-    port = free_port()
+    port = choose_port()
     values = {
         "index.port": port,
         "index.metrics_port": 0,
@@ -162,7 +162,7 @@ def _iperf3(stack: ExitStack) -> Rate:
     program = shutil.which("iperf3")
     if program is None:
         raise PeerUnavailableError("iperf3 is not on the PATH; Debian: apt-get install iperf3")
-    port = free_port()
+    port = choose_port()
     server = subprocess.Popen(
         [program, "--server", "--bind", "127.0.0.1", "--port", str(port)],
         stdout=subprocess.DEVNULL,

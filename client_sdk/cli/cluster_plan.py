@@ -6,6 +6,7 @@ this node's process: its name, paths and ports. Those derived values win over th
 
 from __future__ import annotations
 
+import itertools
 import secrets
 import shutil
 import socket
@@ -25,6 +26,8 @@ MAX_SOCKET_PATH_BYTES = 107
 LOOPBACK = "127.0.0.1"
 SHM = Path("/dev/shm")  # noqa: S108 - the tmpfs that pools live on
 _FIRST_PORT = 10000
+_turns = itertools.count(secrets.randbelow(1 << 16))
+"""Ports that were chosen and are not bound yet look free: none is chosen twice in a row."""
 _MAX_NODES = 26
 
 Port = Annotated[int, Field(ge=0, le=65535)]
@@ -45,7 +48,7 @@ class ClusterSection(Section):
     """HTTP, OpenAI API. 0 picks a free port."""
     index_port: Port = 7200
     """gRPC of the index that the router embeds; `emberkv status` asks here. 0 picks a free port."""
-    ready_seconds: Annotated[float, Field(gt=0)] = 60.0
+    ready_seconds: Annotated[float, Field(gt=0)] = 120.0
     """How long a process may take until it serves."""
 
     @model_validator(mode="after")
@@ -276,12 +279,12 @@ def choose_port() -> int:
     """A free TCP port below the range that the kernel gives to outgoing connections.
 
     A port of that range can be taken by a client, even by one that tries to reach the very server
-    that is being restarted on it.
+    that is being restarted on it. A process gets none again before it has had them all.
     """
     text = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii")
     end = max(int(text.split()[0]), _FIRST_PORT + 1000)
     for _ in range(200):
-        port = _FIRST_PORT + secrets.randbelow(end - _FIRST_PORT)
+        port = _FIRST_PORT + next(_turns) % (end - _FIRST_PORT)
         with socket.socket() as probe:
             try:
                 probe.bind((LOOPBACK, port))

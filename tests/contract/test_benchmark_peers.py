@@ -10,12 +10,13 @@ import pytest
 
 from benchmarks import _peers, _store_peers
 from benchmarks._figure import Figure, NotAvailable, Options
-from benchmarks._peer_servers import _running, free_port
+from benchmarks._peer_servers import _running
 from benchmarks._peers import Peer, PeerUnavailableError, installed
 from benchmarks._store_copies import Contender, copies
 from benchmarks._store_paged import PagedPeer, paged
 from benchmarks._store_peers import RunningPeer, paged_peers, running_peers
 from benchmarks._workers import Worker, WorkerFailedError
+from client_sdk.cli.cluster_plan import choose_port
 
 QUICK = Options(quick=True)
 NUMPY_FREE = Peer("plain", (), "import json", "none")
@@ -116,7 +117,7 @@ def test_what_cannot_be_installed_says_why(program: str, seconds: float, match: 
 
 
 def test_a_server_is_waited_for_and_one_that_ends_says_so() -> None:
-    port = free_port()
+    port = choose_port()
     listen = f"import socket, time; s = socket.create_server(('127.0.0.1', {port})); time.sleep(60)"
     with _running("listener", [sys.executable, "-c", listen], port):
         pass

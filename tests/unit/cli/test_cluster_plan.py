@@ -103,6 +103,10 @@ def test_a_chosen_port_is_free_and_below_the_range_of_outgoing_connections() -> 
         probe.bind((LOOPBACK, port))
 
 
+def test_ports_that_are_chosen_before_any_is_bound_all_differ() -> None:
+    assert len({choose_port() for _ in range(800)}) == 800
+
+
 def test_directories_are_private_and_removed_whole(tmp_path: Path) -> None:
     plan = planned(ClusterSection(base_dir=tmp_path))
     plan.create_directories()
