@@ -116,7 +116,7 @@ async def test_rows_that_drift_while_events_flow_are_repaired_without_a_snapshot
                     table(index).apply_removed(holder(index), Tier.DRAM, wrong)  # type: ignore[arg-type]
                 else:
                     table(index).apply_stored(holder(index), Tier.SSD, wrong)  # type: ignore[arg-type]
-                async with aio.timeout(20):
+                async with aio.timeout(60):
                     while (  # noqa: ASYNC110
                         index.nodes()[0].counts.bucket_repairs == repairs
                         or ingest(index)._tried_buckets  # until an audit agrees

@@ -36,7 +36,7 @@ async def _change(node: PeerNode, seed: int) -> None:
 
 async def test_index_equals_the_publisher_s_digests_after_random_changes(node: PeerNode) -> None:
     section = IndexSection(nodes=(node.grpc_address,), capacity_blocks=10_000)
-    async with GlobalIndex(section) as index, aio.timeout(20):
+    async with GlobalIndex(section) as index, aio.timeout(60):
         for seed in range(5):
             changed = asyncio.run_coroutine_threadsafe(_change(node, seed), node.loop)
             await asyncio.wrap_future(changed)
@@ -76,7 +76,7 @@ async def test_a_daemon_is_found_by_its_name_and_left_when_the_name_drops_it(
         return [] if answers_nobody else await real(*arguments, **keywords)  # type: ignore[arg-type]
 
     monkeypatch.setattr(loop, "getaddrinfo", lookup)
-    async with GlobalIndex(section) as index, aio.timeout(20):
+    async with GlobalIndex(section) as index, aio.timeout(60):
         while not index.nodes():  # noqa: ASYNC110
             await asyncio.sleep(0.02)
         (counts,) = index.lookups().values()

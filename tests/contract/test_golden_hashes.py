@@ -57,7 +57,7 @@ def test_processes_with_different_hash_seeds_build_equal_hashes() -> None:
             cwd=root,
             env={**os.environ, "PYTHONHASHSEED": seed},
             capture_output=True,
-            timeout=50,
+            timeout=90,
             check=True,
         ).stdout
         for seed in ("1", "4242")

@@ -15,7 +15,7 @@ from global_index.index import MAX_HOLDERS, Applied, BlockIndex, Holder, Holding
 from global_index.memory_index import MemoryIndex
 from global_index.naive_index import NaiveIndex
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(400)
 """The first run compiles the kernels."""
 
 Make = Callable[[int], BlockIndex]

@@ -14,7 +14,7 @@ from global_index.index import BlockIndex, Holder, HolderHit
 from global_index.memory_index import MemoryIndex
 from global_index.naive_index import NaiveIndex
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(400)
 """The first run compiles the kernels."""
 
 CHAIN: Keys = np.random.default_rng(11).integers(1, 1 << 63, 256, dtype=np.uint64)

@@ -63,7 +63,7 @@ def test_the_wheel_holds_our_packages_typed_and_nothing_else(tmp_path: Path) -> 
         cwd=root,
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=90,
         check=False,
     )
     assert built.returncode == 0, built.stdout + built.stderr
@@ -91,7 +91,7 @@ def test_importing_the_sdk_loads_only_the_base_dependencies() -> None:
         cwd=Path(client_sdk.__file__).parent.parent,
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=90,
         check=True,
     ).stdout
     heavy = {"grpc", "pydantic", "yaml", "torch", "numba", "aiohttp", "typer", "rich", "rocksdict"}

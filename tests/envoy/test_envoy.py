@@ -86,7 +86,7 @@ async def test_every_mode_routes_streams_and_aborts(mode: str, tmp_path: Path) -
                 for event in EVENTS:  # each as soon as it was sent, before the next one was
                     wanted = chunk(event)
                     assert (
-                        await asyncio.wait_for(client.reader.readexactly(len(wanted)), 10) == wanted
+                        await asyncio.wait_for(client.reader.readexactly(len(wanted)), 30) == wanted
                     )
                 assert await client.reader.readexactly(5) == b"0\r\n\r\n"
             await free(router)
@@ -102,7 +102,7 @@ async def test_every_mode_routes_streams_and_aborts(mode: str, tmp_path: Path) -
                         await client.read_head()
                     assert router.inflight() == 1
                 aborts = [asyncio.ensure_future(engine.aborted.wait()) for engine in (a, b)]
-                done, rest = await asyncio.wait(aborts, timeout=10, return_when="FIRST_COMPLETED")
+                done, rest = await asyncio.wait(aborts, timeout=30, return_when="FIRST_COMPLETED")
                 assert done, "the engine works on for nobody"
                 for waiting in rest:
                     waiting.cancel()

@@ -20,7 +20,7 @@ from emberkv_proto.hashing import index_keys
 from emberkv_proto.types import BlockHash, NodeHit, Tier, TierDigest
 from emberkv_proto.v1 import index_pb2, index_pb2_grpc
 
-CALL_SECONDS = 5.0
+CALL_SECONDS = 20.0
 POLL_SECONDS = 0.05
 TIERS = (Tier.DRAM, Tier.SSD)
 

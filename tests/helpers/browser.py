@@ -18,8 +18,8 @@ import aiohttp
 from client_sdk.aio import timeout
 
 NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome", "chrome")
-START_SECONDS = 40
-CALL_SECONDS = 20
+START_SECONDS = 90
+CALL_SECONDS = 40
 
 
 def browser_binary() -> str | None:
@@ -158,5 +158,5 @@ async def browser_page(tmp_path: Path) -> AsyncIterator[Page]:
         # The whole group: the binary may be a script whose child is the browser.
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        await asyncio.wait_for(process.wait(), 10)
+        await asyncio.wait_for(process.wait(), 30)
         process._transport.close()  # type: ignore[attr-defined]

@@ -49,6 +49,6 @@ def _new_key(path: Path) -> list[str]:
 
 def _openssl(*arguments: str) -> None:
     done = subprocess.run(
-        ["openssl", *arguments], capture_output=True, text=True, timeout=30, check=False
+        ["openssl", *arguments], capture_output=True, text=True, timeout=90, check=False
     )
     assert done.returncode == 0, done.stderr

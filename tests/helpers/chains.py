@@ -54,7 +54,7 @@ def write_chain(client: SyncClient, hashes: Sequence[BlockHash]) -> list[BlockHa
         return [hashes[i] for i in mine]
 
 
-def read_chain(client: SyncClient, hashes: Sequence[BlockHash], seconds: float = 5.0) -> int:
+def read_chain(client: SyncClient, hashes: Sequence[BlockHash], seconds: float = 20.0) -> int:
     """Read what is there of a chain, as an engine does: copy, then ask whether the lease held.
 
     Returns how many blocks that was. Raises AssertionError, naming the block, if a byte differs.

@@ -23,8 +23,8 @@ import pytest
 import yaml
 
 from tests.helpers.certificates import Authority
-from tests.helpers.cluster import free_port
 from tests.helpers.manifests import Manifest, tool
+from tests.helpers.ports import free_port
 
 _CACHE = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
 BINARIES = Path(os.environ.get("EMBERKV_KUBE", f"{_CACHE}/emberkv-kube")) / "bin"
@@ -149,7 +149,7 @@ class ControlPlane:
         """kill -9; etcd goes on."""
         process = self._processes.pop("kube-apiserver")
         process.kill()
-        process.wait(20)
+        process.wait(60)
 
     def start_api_server(self) -> None:
         self._run("kube-apiserver", *self._server_options)
@@ -241,13 +241,13 @@ class ControlPlane:
         """The server's key in the only form that 1.20 takes to sign tokens with."""
         path = self.directory / "accounts.key"
         command = ["openssl", "ec", "-in", str(self._files.key), "-out", str(path)]
-        subprocess.run(command, check=True, capture_output=True, timeout=20)
+        subprocess.run(command, check=True, capture_output=True, timeout=90)
         return path
 
     def _etcd_is_healthy(self, url: str) -> bool:
         self._check_alive()
         try:
-            with urlopen(f"{url}/health", timeout=5) as answer:  # noqa: S310
+            with urlopen(f"{url}/health", timeout=90) as answer:  # noqa: S310
                 return bool(answer.status == 200)
         except OSError:
             return False
@@ -288,10 +288,10 @@ class ControlPlane:
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     try:
-        process.wait(20)
+        process.wait(60)
     except subprocess.TimeoutExpired:
         process.kill()
-        process.wait(20)
+        process.wait(60)
 
 
 @dataclass

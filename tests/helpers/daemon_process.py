@@ -54,11 +54,11 @@ class DaemonProcess(ServerProcess):
         return loaded
 
     def operator(self) -> OperatorClient:
-        return OperatorClient(self.socket_path, timeout_seconds=2.0)
+        return OperatorClient(self.socket_path, timeout_seconds=20.0)
 
     def metrics(self) -> dict[str, float]:
         """Its metrics by name, labels as they are printed: `...blocks{tier="dram"}`."""
-        with urlopen(f"http://{self.endpoints['metrics_address']}/metrics", timeout=10) as page:
+        with urlopen(f"http://{self.endpoints['metrics_address']}/metrics", timeout=90) as page:
             lines = page.read().decode().splitlines()
         pairs = (line.rpartition(" ") for line in lines if not line.startswith("#"))
         return {name: float(value) for name, _, value in pairs}

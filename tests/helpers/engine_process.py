@@ -94,7 +94,7 @@ def read_again(lease: Lease, chain: int) -> str:
 
 
 def hold(socket_path: str, chain: int) -> None:
-    with SyncClient(socket_path, NAMESPACE) as client:
+    with SyncClient(socket_path, NAMESPACE, timeout_seconds=30.0) as client:
         lease, staged = borrow(client, chain)
         print("holding", flush=True)
         for _ in sys.stdin:
@@ -107,7 +107,7 @@ def crash(socket_path: str, times: int) -> None:
     for number in range(1, times + 1):
         pid = os.fork()
         if pid == 0:
-            borrow(SyncClient(socket_path, NAMESPACE), 2 * (number % CHAINS))
+            borrow(SyncClient(socket_path, NAMESPACE, timeout_seconds=30.0), 2 * (number % CHAINS))
             os.kill(os.getpid(), signal.SIGKILL)
         _, status = os.waitpid(pid, 0)
         assert status == signal.SIGKILL, f"an engine ended with {status}"

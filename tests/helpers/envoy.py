@@ -20,7 +20,7 @@ from tests.helpers.router_client import request
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "deploy/envoy/envoy.yaml"
-START_SECONDS = 40
+START_SECONDS = 90
 
 
 def envoy_binary() -> str | None:
@@ -87,7 +87,7 @@ async def running_envoy(tmp_path: Path, config: Mapping[str, Any]) -> AsyncItera
         if process.returncode is None:
             process.terminate()
             try:
-                await asyncio.wait_for(process.wait(), 10)
+                await asyncio.wait_for(process.wait(), 30)
             except asyncio.TimeoutError:
                 process.kill()
                 await process.wait()

@@ -13,7 +13,7 @@ from emberkv_proto.v1 import envoy_pb2 as pb
 from router.ext_proc.messages import DESTINATION, SUBSET, SUBSET_NAMESPACE
 from router.ext_proc.server import HEALTH, SERVICE
 
-SECONDS = 10.0
+SECONDS = 30.0
 POST = {":method": "POST", ":path": "/v1/completions", "content-type": "application/json"}
 
 

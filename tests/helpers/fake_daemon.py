@@ -92,7 +92,7 @@ class FakeDaemon:
         self._listener.close()
         self.hang_up()
         for thread in self._threads:
-            thread.join(5)
+            thread.join(30)
         self._pool.close()
         self.socket_path.unlink()
 

@@ -141,7 +141,7 @@ class FakeEngine:
 
     async def was_asked(self) -> None:
         """Wait for the first completion or tokenization."""
-        await asyncio.wait_for(self._asked.wait(), 5)
+        await asyncio.wait_for(self._asked.wait(), 30)
 
     @property
     def is_down(self) -> bool:

@@ -91,7 +91,7 @@ class _Client:
     ) -> _Stage:
         self._store.salt_ids.append(salt_id)
         if self._store.save_gate is not None:
-            assert self._store.save_gate.wait(30)
+            assert self._store.save_gate.wait(60)
         self._check()
         return _Stage(self._store, hashes, parent)
 

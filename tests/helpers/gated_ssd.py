@@ -14,7 +14,7 @@ from store_daemon.tiers.segments import SsdRow
 from store_daemon.tiers.slots import Slot
 from tests.helpers.store import SmallStore
 
-PATIENCE_SECONDS = 20.0
+PATIENCE_SECONDS = 40.0
 MANY = 100_000
 
 

@@ -15,7 +15,7 @@ import zmq.asyncio
 from client_sdk import aio
 
 END = b"\xff" * 8
-WAIT_SECONDS = 20.0
+WAIT_SECONDS = 60.0
 
 
 class KVCacheEvent(

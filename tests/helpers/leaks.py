@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import gc
 import os
+import socket
 import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 SHM = Path("/dev/shm")
-GRACE_SECONDS = 3.0
+GRACE_SECONDS = 20.0
+"""Only a test that leaks waits for so long; on a busy machine a thread ends late."""
 # Threads and descriptors that a library keeps for the whole process once it was used.
 _LASTING_THREADS = ("grpc", "pydevd", "Numba", "torch", "Thread-pool_spawner", "pytest_timeout")
 
@@ -67,9 +69,18 @@ def _is_library_fd(leak: str) -> bool:
 
 def _without_grpc_poller(leaks: list[str]) -> list[str]:
     """Leave out the socket pair that grpc.aio's poller thread keeps while it lives."""
-    if len(leaks) == 2 and all("-> socket:" in leak for leak in leaks):
-        first, second = (int(leak.split()[1]) for leak in leaks)
-        has_poller = any(_GRPC_POLLER in thread.name for thread in threading.enumerate())
-        if has_poller and second == first + 1:
-            return []
+    has_poller = any(_GRPC_POLLER in thread.name for thread in threading.enumerate())
+    if has_poller and len(leaks) == 2 and all(map(_is_end_of_pair, leaks)):
+        return []
     return leaks
+
+
+def _is_end_of_pair(leak: str) -> bool:
+    """Whether it is one of `socketpair`: connected, and neither side has a name."""
+    if "-> socket:" not in leak:
+        return False
+    try:
+        with socket.socket(fileno=os.dup(int(leak.split()[1]))) as end:
+            return end.family == socket.AF_UNIX and not end.getsockname() and not end.getpeername()
+    except OSError:
+        return False  # it is no longer open, or not connected

@@ -18,13 +18,13 @@ def mounted(kind: str, options: str, at: Path) -> Iterator[Path]:
     """A mount that is gone after the block."""
     at.mkdir()
     command = ["mount", "-t", kind, *(["-o", options] if options else []), "none", os.fspath(at)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
     if done.returncode != 0:
         pytest.skip(f"cannot mount {kind}: {done.stderr.strip()}")
     try:
         yield at
     finally:
-        subprocess.run(["umount", os.fspath(at)], timeout=20, check=True)
+        subprocess.run(["umount", os.fspath(at)], timeout=90, check=True)
 
 
 @contextlib.contextmanager

@@ -94,7 +94,7 @@ def _set_up(namespace: str, device: str, address: str) -> None:
 def _ip(*arguments: str) -> None:
     """Raises PermissionError with what ip says."""
     done = subprocess.run(
-        ["ip", *arguments], capture_output=True, text=True, timeout=20, check=False
+        ["ip", *arguments], capture_output=True, text=True, timeout=90, check=False
     )
     if done.returncode:
         raise PermissionError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")

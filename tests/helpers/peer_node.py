@@ -96,7 +96,7 @@ def peer_node(
 
         thread = threading.Thread(target=asyncio.run, args=(serve(),), name="peer-node")
         thread.start()
-        assert started.wait(10)
+        assert started.wait(60)
         try:
             yield nodes[0]
         finally:

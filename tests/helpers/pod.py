@@ -53,7 +53,7 @@ def require_mounts() -> None:
     """Skip the test where this process may not make mount namespaces."""
     command = ["unshare", "--mount", "mount", "-t", "tmpfs", "none", "/mnt"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
     except OSError as error:
         pytest.skip(f"NOT CHECKED: no pod can be run here: {error}")
     if done.returncode != 0:
@@ -89,7 +89,7 @@ class Running:
     def kill(self) -> None:
         """Whatever state it is in."""
         self.process.kill()
-        self.process.wait(20)
+        self.process.wait(60)
 
 
 @dataclass

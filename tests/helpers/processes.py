@@ -33,6 +33,14 @@ def descriptors(pid: int) -> int:
     return len(os.listdir(f"/proc/{pid}/fd"))
 
 
+def state_of(pid: int) -> str:
+    """R, S, T for stopped, Z for ended and not waited for; X when there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "X"
+
+
 def children_of(pid: int) -> list[int]:
     """Of all its threads; empty when it has ended."""
     found: list[int] = []

@@ -18,7 +18,7 @@ from global_index.redis_schema import RedisSchema
 from global_index.redis_walk import decode
 from tests.helpers.agreement import Catalog
 
-CALL_SECONDS = 5.0
+CALL_SECONDS = 20.0
 T = TypeVar("T")
 
 

@@ -18,8 +18,12 @@ import pytest
 import redis.asyncio
 from redis.asyncio.cluster import RedisCluster
 
-START_SECONDS = 20.0
+from tests.helpers.ports import free_pair
+
+START_SECONDS = 60.0
 PORTS_TRIED = 3
+BUS_ABOVE = 10_000
+"""So far above its own port a server of a cluster listens to the others."""
 _NAMES = ("redis-server", "valkey-server")
 
 
@@ -57,12 +61,12 @@ class RedisServer:
     def client(self) -> Any:
         """A new asyncio client of the server, or of its whole cluster."""
         if self.is_in_cluster:
-            return RedisCluster(host="127.0.0.1", port=self.port, socket_timeout=5)
-        return redis.asyncio.Redis(port=self.port, socket_timeout=5)
+            return RedisCluster(host="127.0.0.1", port=self.port, socket_timeout=20)
+        return redis.asyncio.Redis(port=self.port, socket_timeout=20)
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.wait(10)
+        self.process.wait(60)
 
     def stop(self) -> None:
         """SIGSTOP: connections stay, nothing answers."""
@@ -82,7 +86,7 @@ def redis_server(*options: str) -> Iterator[RedisServer]:
     with tempfile.TemporaryDirectory(prefix="ekredis") as folder:
         program = server_binary()
         for attempt in range(PORTS_TRIED):
-            port = _free_port()
+            port = free_pair(BUS_ABOVE)
             command = [
                 *(program, "--port", str(port), "--bind", "127.0.0.1"),
                 *("--save", "", "--appendonly", "no", "--dir", folder, "--loglevel", "warning"),
@@ -136,7 +140,7 @@ def _start(command: list[str], port: int) -> subprocess.Popen[bytes]:
     deadline = time.monotonic() + START_SECONDS
     while True:
         try:
-            with socket.create_connection(("127.0.0.1", port), timeout=1) as link:
+            with socket.create_connection(("127.0.0.1", port), timeout=90) as link:
                 link.sendall(b"PING\r\n")
                 if link.recv(16).startswith((b"+PONG", b"-")):
                     return process
@@ -154,18 +158,8 @@ def _call(server: RedisServer, *words: str) -> bytes:
     parts = [word.encode() for word in words]
     frame = b"*%d\r\n" % len(parts)
     frame += b"".join(b"$%d\r\n%s\r\n" % (len(part), part) for part in parts)
-    with socket.create_connection(("127.0.0.1", server.port), timeout=5) as link:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=90) as link:
         link.sendall(frame)
         reply = link.recv(65536)
     assert not reply.startswith(b"-"), f"{words}: {reply!r}"
     return reply
-
-
-def _free_port() -> int:
-    # A cluster's bus listens 10,000 above, so the port must leave room for it.
-    while True:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port: int = free.getsockname()[1]
-        if port <= 55000:
-            return port

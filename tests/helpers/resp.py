@@ -15,7 +15,7 @@ from store_daemon.resp.door import RespDoor
 from tests.helpers.store import SmallStore
 
 TOKEN = "0123456789abcdef-token"
-ANSWER_SECONDS = 10.0
+ANSWER_SECONDS = 30.0
 
 
 def request(*words: bytes | str) -> bytes:
@@ -30,7 +30,7 @@ def value_of(seed: object, length: int) -> bytes:
 
 
 async def until(holds: Callable[[], bool]) -> None:
-    for _ in range(2000):
+    for _ in range(6000):
         if holds():
             return
         await asyncio.sleep(0.01)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from client_sdk.aio import timeout
 from emberkv_proto.events import Keys
 from emberkv_proto.types import ChainHits, EngineHit, EngineInfo, NodeHit, NodeId, TierDigest
 from global_index.kube.pods import EnginePod
@@ -83,10 +85,11 @@ def _run(chain: list[int], held: set[int]) -> int:
     return next((n for n, key in enumerate(chain) if key not in held), len(chain))
 
 
+SETTLE_SECONDS = 30.0
 FAST = {
     "port": 0,
     "health_interval_seconds": 0.1,
-    "health_timeout_seconds": 1.0,
+    "health_timeout_seconds": 10.0,
     "breaker_open_seconds": 0.2,
     "sync_seconds": 0.05,
     "drain_seconds": 2.0,
@@ -107,12 +110,11 @@ class RunningRouter:
         return value or 0.0
 
     async def settled(self) -> None:
-        """Wait until nothing is in flight. Fails after two seconds."""
-        for _ in range(200):
-            if not self.inflight():
-                return
+        """Wait until nothing is in flight."""
+        deadline = time.monotonic() + SETTLE_SECONDS
+        while self.inflight():
+            assert time.monotonic() < deadline, f"{self.inflight()} requests never ended"
             await asyncio.sleep(0.01)
-        raise AssertionError(f"{self.inflight()} requests never ended")
 
 
 @asynccontextmanager
@@ -168,7 +170,7 @@ class RawClient:
         self.writer = writer
 
     async def read_head(self) -> Got:
-        raw = await asyncio.wait_for(self.reader.readuntil(b"\r\n\r\n"), 10)
+        raw = await asyncio.wait_for(self.reader.readuntil(b"\r\n\r\n"), 30)
         first, *lines = raw.decode("latin-1").split("\r\n")
         headers = {}
         for line in lines:
@@ -182,22 +184,22 @@ class RawClient:
         got = await self.read_head()
         if got.headers.get("transfer-encoding") == "chunked":
             while True:
-                line = await asyncio.wait_for(self.reader.readline(), 10)
+                line = await asyncio.wait_for(self.reader.readline(), 30)
                 length = int(line, 16)
-                rest = await asyncio.wait_for(self.reader.readexactly(length + 2), 10)
+                rest = await asyncio.wait_for(self.reader.readexactly(length + 2), 30)
                 got.raw_body += line + rest
                 if not length:
                     return got
         if "content-length" in got.headers:
             length = int(got.headers["content-length"])
-            got.raw_body = await asyncio.wait_for(self.reader.readexactly(length), 10)
+            got.raw_body = await asyncio.wait_for(self.reader.readexactly(length), 30)
         else:
-            got.raw_body = await asyncio.wait_for(self.reader.read(), 10)
+            got.raw_body = await asyncio.wait_for(self.reader.read(), 30)
         return got
 
     async def is_closed(self) -> bool:
         """Whether the router closes this connection without a further byte."""
-        return await asyncio.wait_for(self.reader.read(), 5) == b""
+        return await asyncio.wait_for(self.reader.read(), 30) == b""
 
     def send(self, data: bytes) -> None:
         self.writer.write(data)
@@ -211,6 +213,20 @@ def http_post(path: str, body: Any, headers: Mapping[str, str] | None = None) ->
     extra = "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
     head = f"POST {path} HTTP/1.1\r\nHost: r\r\nContent-Length: {len(raw)}\r\n{extra}\r\n"
     return head.encode() + raw
+
+
+async def until_status(
+    port: int,
+    path: str,
+    status: int,
+    body: Any = None,
+    headers: Mapping[str, str] | None = None,
+) -> Got:
+    """Ask again and again until the answer has this status."""
+    async with timeout(SETTLE_SECONDS):
+        while (got := await request(port, path, body, headers)).status != status:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    return got
 
 
 @asynccontextmanager

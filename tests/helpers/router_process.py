@@ -42,7 +42,7 @@ async def router_process(
         stdout=asyncio.subprocess.DEVNULL,
     )
     try:
-        async with timeout(30):
+        async with timeout(120):
             while not file.exists():
                 assert process.returncode is None, "the router ended before it served"
                 await asyncio.sleep(0.05)

@@ -41,7 +41,7 @@ def needed_module(kind: str) -> str | None:
 
 
 def make_transport(
-    kind: str, incarnation: Incarnation, pool: AnonymousPool, progress_seconds: float = 2.0
+    kind: str, incarnation: Incarnation, pool: AnonymousPool, progress_seconds: float = 10.0
 ) -> Transport:
     """The transports that the contract tests run against, by name; the pool is registered."""
     limits = ReadLimits(progress_seconds=progress_seconds)

@@ -15,8 +15,8 @@ from typing import Any
 from client_sdk.faults import VARIABLE
 
 ROOT = Path(__file__).parent.parent.parent
-START_SECONDS = 60.0
-STOP_SECONDS = 30.0
+START_SECONDS = 120.0
+STOP_SECONDS = 60.0
 POLL_SECONDS = 0.02
 LOG_CHARS = 4000
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.request import urlopen
 
-from tests.helpers.cluster import free_port
 from tests.helpers.manifests import Manifest, find, template_of
 from tests.helpers.pod import Node, Pod, Running, require_mounts
+from tests.helpers.ports import free_port
 
 NAMES = ("emberkv-store.emberkv.svc", "emberkv-index.emberkv.svc")
 
@@ -96,7 +96,7 @@ class Site:
 
 def metrics_page(pod: Pod, container: str, port: str) -> str:
     ports = {entry["name"]: entry["containerPort"] for entry in pod.container(container)["ports"]}
-    with urlopen(f"http://{pod.node.pod_ip}:{ports[port]}/metrics", timeout=10) as page:
+    with urlopen(f"http://{pod.node.pod_ip}:{ports[port]}/metrics", timeout=90) as page:
         text: str = page.read().decode()
     return text
 

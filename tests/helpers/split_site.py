@@ -130,7 +130,7 @@ class SplitSite:
     def metric(self, name: str, labels: str = "") -> float:
         """Of the router, without its prefix; 0 when it never happened."""
         url = f"{self.router.endpoint['url']}/metrics"
-        with urllib.request.urlopen(url, timeout=10) as page:  # noqa: S310
+        with urllib.request.urlopen(url, timeout=90) as page:  # noqa: S310
             for line in page.read().decode().splitlines():
                 if line.startswith(f"emberkv_router_{name}{labels} "):
                     return float(line.rpartition(" ")[2])
@@ -142,7 +142,7 @@ class SplitSite:
 
         def holds() -> bool:
             url = f"{self.router.endpoint['url']}/workers"
-            with urllib.request.urlopen(url, timeout=10) as page:  # noqa: S310
+            with urllib.request.urlopen(url, timeout=90) as page:  # noqa: S310
                 workers = json.loads(page.read())["workers"]
             healthy = {w["engine"] for w in workers if w["state"] == "healthy" and w["node_id"]}
             return healthy >= {engine.engine_id for engine in running}

@@ -12,7 +12,7 @@ from store_daemon.leases import Lease
 from store_daemon.sessions import Session
 from tests.helpers.store import SmallStore
 
-PATIENCE_SECONDS = 20.0
+PATIENCE_SECONDS = 60.0
 
 
 def evict_all(small: SmallStore) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from tests.helpers.server_process import ServerProcess
 from tests.helpers.torch_engines import TINY
 
-ANSWER_SECONDS = 30.0
+ANSWER_SECONDS = 60.0
 
 
 @dataclass
@@ -58,8 +58,8 @@ class TorchEngineProcess(ServerProcess):
             "port": 0,
             "engine_id": self.engine_id,
             "endpoint_file": self._endpoint_file,
-            "load_patience_seconds": 2,
             **TINY,
+            "load_patience_seconds": 10,
             **self.settings,
         }
         return {f"engine.{key}": value for key, value in values.items()}

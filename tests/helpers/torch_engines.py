@@ -29,8 +29,11 @@ TINY: dict[str, Any] = {
     "block_tokens": 4,
     "num_blocks": 64,
     "max_model_len": 256,
+    # A busy machine must not turn hits into recomputed blocks.
+    "load_patience_seconds": 30.0,
+    "store_timeout_seconds": 20.0,
 }
-WAIT_SECONDS = 20.0
+WAIT_SECONDS = 60.0
 
 
 def tiny_config(**changes: Any) -> EngineSection:

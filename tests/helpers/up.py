@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 EMBERKV = (sys.executable, "-m", "client_sdk.cli.main")
-STOP_SECONDS = 30
+STOP_SECONDS = 60
 
 
 @dataclass(frozen=True)

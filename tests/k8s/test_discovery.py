@@ -430,7 +430,7 @@ async def test_without_either_verb_it_does_not_work(
 
 
 def metrics(url: str) -> dict[str, float]:
-    with urlopen(f"{url}/metrics", timeout=10) as page:  # noqa: S310
+    with urlopen(f"{url}/metrics", timeout=30) as page:  # noqa: S310
         lines = page.read().decode().splitlines()
     pairs = (line.rpartition(" ") for line in lines if not line.startswith("#"))
     return {name: float(value) for name, _, value in pairs}
@@ -473,7 +473,7 @@ def test_a_router_and_an_index_follow_a_daemon_by_its_pod(
 
 
 def engine_url(router: str) -> str:
-    with urlopen(f"{router}/workers", timeout=10) as answer:  # noqa: S310
+    with urlopen(f"{router}/workers", timeout=30) as answer:  # noqa: S310
         listed: Any = json.load(answer)
         urls = [str(engine["url"]) for engine in listed["workers"]]
         return urls[0] if urls else ""

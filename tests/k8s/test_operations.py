@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 
 from client_sdk.cli.main import run_with
-from tests.helpers.cluster import free_port
 from tests.helpers.control_plane import ControlPlane, Kubelets, require_control_plane, wait_until
 from tests.helpers.manifests import CHART, ROOT, Manifest, tool
+from tests.helpers.ports import free_port
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(400)]
 

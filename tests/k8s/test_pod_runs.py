@@ -25,7 +25,7 @@ from tests.helpers.chains import NAMESPACE, chain_of, read_chain, write_chain
 
 chains = [chain_of(number, {CHAIN_BLOCKS}) for number in range(int(sys.argv[2]), int(sys.argv[3]))]
 
-with SyncClient("/run/emberkv/daemon.sock", NAMESPACE, timeout_seconds=5.0) as client:
+with SyncClient("/run/emberkv/daemon.sock", NAMESPACE, timeout_seconds=30.0) as client:
     if sys.argv[1] == "write":
         print(json.dumps(sum(len(write_chain(client, chain)) for chain in chains)))
     else:

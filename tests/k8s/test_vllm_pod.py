@@ -12,9 +12,9 @@ from urllib.request import Request, urlopen
 import pytest
 
 from benchmarks._vllm import make_model, python
-from tests.helpers.cluster import free_port
 from tests.helpers.manifests import Manifest, template_of
 from tests.helpers.pod import Node, require_mounts
+from tests.helpers.ports import free_port
 from tests.helpers.site import Site, metrics_of
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(1500)]

@@ -11,7 +11,7 @@ from emberkv_proto.types import Tier
 from tests.helpers.chains import chain_of, read_chain, write_chain
 from tests.helpers.cluster import Cluster
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(400)]
 CHAINS = 14
 
 

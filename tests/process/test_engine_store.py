@@ -54,15 +54,15 @@ def libuv() -> None:
 def config(daemon: DaemonProcess, **changes: Any) -> EngineSection:
     return tiny_config(
         socket_path=str(daemon.socket_path),
-        store_timeout_seconds=0.5,
-        **{"load_patience_seconds": 2.0, **changes},
+        store_timeout_seconds=3.0,
+        **{"load_patience_seconds": 20.0, **changes},
     )
 
 
 def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not condition():
-        assert time.monotonic() < deadline, "it did not come about in 30 s"
+        assert time.monotonic() < deadline, "it did not come about in 120 s"
         time.sleep(0.01)
 
 
@@ -140,7 +140,7 @@ def test_a_stopped_daemon_costs_no_more_than_the_deadline(
         try:
             began = time.monotonic()
             heard = ask(engine, PROMPTS, ANSWER)
-            assert time.monotonic() - began < 3.0
+            assert time.monotonic() - began < 20.0
         finally:
             daemon.resume()
         assert tokens_of(heard) == expected
@@ -168,7 +168,7 @@ def test_the_engine_process_loads_serves_and_ends_after_the_last_answer(
         "port=0",
         f"endpoint_file={endpoint}",
         f"socket_path={daemon.socket_path}",
-        "load_patience_seconds=2",
+        "load_patience_seconds=20",
     ):
         command += ["--set", f"engine.{setting}"]
     body = {
@@ -185,11 +185,11 @@ def test_the_engine_process_loads_serves_and_ends_after_the_last_answer(
                 json.loads(endpoint.read_text())["url"] + "/v1/completions",
                 json.dumps(body).encode(),
             )
-            with urllib.request.urlopen(request, timeout=20) as response:  # noqa: S310
+            with urllib.request.urlopen(request, timeout=90) as response:  # noqa: S310
                 first = response.readline()
                 process.send_signal(signal.SIGTERM)  # in mid-answer, which is still finished
                 said = _events(first + response.read())
-            assert process.wait(20) == 0
+            assert process.wait(60) == 0
         finally:
             if process.poll() is None:
                 process.kill()

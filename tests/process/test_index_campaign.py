@@ -9,13 +9,14 @@ import pytest
 
 from emberkv_proto.types import Tier
 from tests.helpers.agreement import Catalog
-from tests.helpers.cluster import free_port, wait_until
+from tests.helpers.cluster import wait_until
+from tests.helpers.ports import free_port
 from tests.helpers.redis_rows import flush, redis_differences
 from tests.helpers.redis_server import redis_server
 from tests.process.index_campaign import run_campaign
 from tests.process.index_load import RequestLoad
 
-pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(400)]
 GENEROUS_SECONDS = 60.0
 """The stated bound is for a machine that is not busy with other tests."""
 

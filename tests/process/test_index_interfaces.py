@@ -19,13 +19,14 @@ from emberkv_proto.hashing import index_keys
 from emberkv_proto.types import BlockHash, EngineInfo
 from tests.helpers.agreement import await_agreement
 from tests.helpers.chains import BLOCK_TOKENS, NAMESPACE, chain_of, payload_of, write_chain
-from tests.helpers.cluster import Cluster, IndexProcess, free_port, indexed_nodes, wait_until
+from tests.helpers.cluster import Cluster, IndexProcess, indexed_nodes, wait_until
 from tests.helpers.daemon_process import MIB, DaemonProcess
 from tests.helpers.kv_listener import KvListener
+from tests.helpers.ports import free_port
 from tests.helpers.server_process import ROOT
 
 pytestmark = pytest.mark.process
-WAIT_SECONDS = 30.0
+WAIT_SECONDS = 60.0
 TIERS = {"dram": "CPU", "ssd": "STORAGE"}
 
 
@@ -72,7 +73,7 @@ def test_other_routers_ask_by_http_and_register_a_daemon(tmp_path: Path) -> None
     engine = EngineInfo("engine-a", "http://127.0.0.1:1", "m", NAMESPACE.id, BLOCK_TOKENS)
     with Cluster(tmp_path, nodes=1) as cluster:
         (node,) = cluster.nodes
-        with SyncClient(node.socket_path, NAMESPACE, engine=engine) as client:
+        with SyncClient(node.socket_path, NAMESPACE, engine=engine, timeout_seconds=30.0) as client:
             write_chain(client, chain_of(3, 20))
             cluster.await_rest()
             alone = IndexProcess(tmp_path / "alone", [], {})
@@ -112,7 +113,7 @@ async def test_daemon_tells_its_events_over_zmq_through_kill_and_restart(tmp_pat
     chain = index_keys(chain_of(5, 20)).tolist()
     sizes = {"capacity_bytes": MIB // 8, "extent_bytes": MIB // 16, "ssd_bytes": 8 * MIB}
     with DaemonProcess(tmp_path, settings=settings, **sizes) as daemon:
-        with SyncClient(daemon.socket_path, NAMESPACE) as client:
+        with SyncClient(daemon.socket_path, NAMESPACE, timeout_seconds=30.0) as client:
             write_chain(client, chain_of(5, 20))
             async with KvListener(*ports) as listener:
                 await heard(listener, "STORAGE", chain)
@@ -121,7 +122,7 @@ async def test_daemon_tells_its_events_over_zmq_through_kill_and_restart(tmp_pat
                     write_chain(client, chain_of(number, 20))
                     await asyncio.to_thread(settled, daemon)
                 told = counted = None
-                for _ in range(300):
+                for _ in range(600):
                     await listener.catch_up(listener.next)
                     totals = await asyncio.to_thread(daemon.metrics)
                     counted = [totals[f'emberkv_store_blocks{{tier="{t}"}}'] for t in TIERS]
@@ -146,7 +147,7 @@ def settled(daemon: DaemonProcess) -> None:
 
 async def heard(listener: KvListener, medium: str, keys: list[int]) -> None:
     """Wait until all these blocks were said to be there."""
-    for _ in range(300):
+    for _ in range(600):
         await listener.catch_up(listener.next)
         if set(keys) <= listener.resident[medium]:
             return
@@ -177,7 +178,7 @@ def test_where_tells_a_hole_from_a_node_that_is_gone(tmp_path: Path) -> None:
         with whole.client() as client:
             write_chain(client, chain)
         with (
-            SyncClient(holed.socket_path, NAMESPACE, engine=engine) as client,
+            SyncClient(holed.socket_path, NAMESPACE, engine=engine, timeout_seconds=30.0) as client,
             holed.operator() as operator,
         ):
             write_chain(client, chain[:8])

@@ -19,7 +19,7 @@ from tests.helpers.resp import value_of
 
 pytestmark = pytest.mark.process
 LENGTH = 100_000
-SECONDS = 20.0
+SECONDS = 60.0
 
 
 @pytest.fixture

@@ -135,7 +135,7 @@ def test_promtool_accepts_the_rules_and_plays_them(command: tuple[str, str, Path
         cwd=RULES.parent,
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=90,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -26,11 +26,11 @@ from tests.helpers.certificates import Authority
 from tests.helpers.daemon_process import DaemonProcess
 from tests.helpers.store import chain, payload, small_namespace
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(400)]
 NAMESPACE = small_namespace()
 HASHES = chain(NAMESPACE, 10)
 SALT = "5a" * 16
-SECONDS = 30.0
+SECONDS = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def stored(daemon: DaemonProcess, emberkv: Emberkv) -> None:
 
 
 def put(daemon: DaemonProcess, hashes: list[BlockHash]) -> None:
-    with SyncClient(daemon.socket_path, NAMESPACE, timeout_seconds=5.0) as client:
+    with SyncClient(daemon.socket_path, NAMESPACE, timeout_seconds=30.0) as client:
         staged = client.stage(hashes)
         for number in staged.granted:
             staged.view(number)[:] = payload(hashes[number], 0, 5000)
@@ -220,7 +220,7 @@ async def test_a_prompts_blocks_are_named_by_its_tokens(
     engine = EngineInfo("engine-a", "http://127.0.0.1:1", "tiny", NAMESPACE.id, 4)
     section = IndexSection(nodes=(daemon.endpoints["grpc_address"],), backend="python")
     tokens = ",".join(str(number) for number in range(4 * 5 + 3))
-    with SyncClient(daemon.socket_path, NAMESPACE, engine=engine, timeout_seconds=5.0) as client:
+    with SyncClient(daemon.socket_path, NAMESPACE, engine=engine, timeout_seconds=30.0) as client:
         await asyncio.to_thread(client.probe, HASHES)
         async with GlobalIndex(section) as index, timeout(SECONDS):
             server, port = await start_server(index, "127.0.0.1", 0, lambda _: None)
@@ -256,7 +256,7 @@ def test_a_changed_file_is_taken_over_on_a_signal_and_on_order(
         (serving,) = [line for line in lines if line["message"].startswith("serving")]
         assert serving["node"] == "node-a"
         assert serving["incarnation"] == daemon.endpoints["incarnation"]
-        with SyncClient(daemon.socket_path, NAMESPACE, timeout_seconds=5.0) as client:
+        with SyncClient(daemon.socket_path, NAMESPACE, timeout_seconds=30.0) as client:
             client.probe(HASHES)
         lines = [json.loads(line) for line in daemon.log.splitlines()]
         opened = [line for line in lines if "opened" in line["message"]][-1]
@@ -276,7 +276,7 @@ def test_a_changed_file_is_taken_over_on_a_signal_and_on_order(
         assert run_with(["reload", *address]) == 0
         shown = capsys.readouterr().out.splitlines()
         assert "changed: dram.high_watermark: 0.95 -> 0.5" in shown
-        with SyncClient(daemon.socket_path, NAMESPACE) as client:
+        with SyncClient(daemon.socket_path, NAMESPACE, timeout_seconds=30.0) as client:
             assert client.probe(HASHES).hit_blocks == 0
         metrics = daemon.metrics()
         assert metrics["emberkv_store_reloads_total"] == 2

@@ -17,11 +17,11 @@ from client_sdk.sync_client import SyncClient
 from tests.helpers.daemon_process import ROOT, DaemonProcess
 from tests.helpers.store import chain, payload, small_namespace
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(400)]
 DOC = ROOT / "docs" / "operators.md"
 NAMESPACE = small_namespace()
 HASHES = chain(NAMESPACE, 4)
-SECONDS = 30.0
+SECONDS = 60.0
 
 
 def commands() -> list[str]:
@@ -33,7 +33,7 @@ def test_the_commands_do_as_they_are_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with DaemonProcess(tmp_path, ssd_bytes=4 << 20) as daemon:
-        with SyncClient(daemon.socket_path, NAMESPACE, timeout_seconds=5.0) as client:
+        with SyncClient(daemon.socket_path, NAMESPACE, timeout_seconds=30.0) as client:
             staged = client.stage(HASHES)
             for number in staged.granted:
                 staged.view(number)[:] = payload(HASHES[number], 0, 5000)

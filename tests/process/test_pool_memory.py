@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import time
 import urllib.error
@@ -28,12 +27,13 @@ from store_daemon.tiers.pool_pages import huge_page_stock
 from store_daemon.tiers.populate import Watch
 from tests.helpers.daemon_process import MIB, ROOT, DaemonProcess
 from tests.helpers.mounts import huge_pages, mounted
+from tests.helpers.ports import free_port
 
 pytestmark = pytest.mark.process
 
 NAMESPACE = Namespace("m", "w", "float32", "f", 16, (Group(GroupKind.FULL, 1, 65536),))
 HASHES = block_hashes(NAMESPACE.id, list(range(16 * 8)), 16)
-PATIENCE_SECONDS = 30.0
+PATIENCE_SECONDS = 60.0
 
 
 def dram(path: Path, **more: object) -> DramSection:
@@ -59,7 +59,7 @@ def test_a_daemon_serves_from_hugetlbfs_and_recovers_there(hugetlbfs: Path, tmp_
     daemon = DaemonProcess(tmp_path / "daemon")
     daemon.pool_path = hugetlbfs / "pool"
     with huge_pages(6), daemon:
-        with SyncClient(daemon.socket_path, NAMESPACE, timeout_seconds=5.0) as client:
+        with SyncClient(daemon.socket_path, NAMESPACE, timeout_seconds=30.0) as client:
             with client.stage(HASHES) as staged:
                 for number in staged.granted:
                     staged.view(number)[:] = HASHES[number] * 2048
@@ -67,7 +67,7 @@ def test_a_daemon_serves_from_hugetlbfs_and_recovers_there(hugetlbfs: Path, tmp_
             assert client.status().counters["dram_huge_bytes"] == 10 * MIB
         daemon.kill()
         daemon.start()
-        with SyncClient(daemon.socket_path, NAMESPACE, timeout_seconds=5.0) as client:
+        with SyncClient(daemon.socket_path, NAMESPACE, timeout_seconds=30.0) as client:
             with client.acquire(HASHES) as lease:
                 assert lease.wait(len(HASHES), PATIENCE_SECONDS) == len(HASHES)
                 for number, block_hash in enumerate(HASHES):
@@ -169,7 +169,7 @@ def wait_until_populating(port: int) -> str:
     deadline = time.monotonic() + PATIENCE_SECONDS
     while time.monotonic() < deadline:
         try:
-            urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=5.0).close()
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=90).close()
         except urllib.error.HTTPError as error:
             with error:
                 said = error.read().decode()
@@ -186,9 +186,7 @@ def test_a_long_start_says_how_far_it_is_and_can_be_ended(
     tmp_path: Path, number: signal.Signals
 ) -> None:
     daemon = DaemonProcess(tmp_path, capacity_bytes=64 * MIB)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     process = start_slowly(daemon, port)
     try:
         said = wait_until_populating(port)
@@ -207,7 +205,7 @@ def test_a_long_start_says_how_far_it_is_and_can_be_ended(
             process.stderr.close()
     with (  # what the ended one left is replaced
         daemon,
-        SyncClient(daemon.socket_path, NAMESPACE, timeout_seconds=5.0) as client,
+        SyncClient(daemon.socket_path, NAMESPACE, timeout_seconds=30.0) as client,
         client.stage(HASHES) as staged,
     ):
         assert staged.commit() == len(HASHES)

@@ -14,7 +14,7 @@ from tests.helpers.cluster import wait_until
 from tests.helpers.split_site import MODEL, Completion, SplitSite
 from tests.helpers.torch_engines import TINY, uncached_answers
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(400)]
 BLOCK_TOKENS = int(TINY["block_tokens"])
 ANSWER = 9
 

@@ -17,7 +17,7 @@ from emberkv_proto.layout import Group, GroupKind, KvLayout, Namespace
 from tests.helpers.daemon_process import DaemonProcess
 from tests.helpers.up import EMBERKV, ROOT, running_up
 
-pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(400)]
 LAYERS, BLOCK_TOKENS, KV_HEADS, HEAD_DIM, BLOCKS = 2, 16, 1, 8, 5
 LAYOUT = KvLayout(dtype="float32", layers=LAYERS, kv_heads=KV_HEADS, head_dim=HEAD_DIM)
 PART_BYTES = LAYERS * 2 * BLOCK_TOKENS * KV_HEADS * HEAD_DIM * 4
@@ -108,7 +108,7 @@ def test_the_commands_of_a_cluster_of_your_own_work(tmp_path: Path) -> None:
             else:
                 command = [*EMBERKV, *arguments, *addresses[arguments[0]]]
             ran = subprocess.run(
-                command, cwd=ROOT, capture_output=True, text=True, timeout=30, check=False
+                command, cwd=ROOT, capture_output=True, text=True, timeout=90, check=False
             )
             assert ran.returncode == 0, ran.stdout + ran.stderr
             shown.append(ran.stdout)

@@ -201,7 +201,10 @@ def test_engines_and_redis_clients_share_a_daemon_and_see_nothing_of_each_other(
     daemon: DaemonProcess,
 ) -> None:
     namespace = Namespace("m", "w", "float16", "0" * 32, 4, (Group(GroupKind.FULL, 1, MIB),))
-    with SyncClient(daemon.socket_path, namespace) as engine, connect(daemon) as client:
+    with (
+        SyncClient(daemon.socket_path, namespace, timeout_seconds=30.0) as engine,
+        connect(daemon) as client,
+    ):
         hashes = block_hashes(namespace.id, list(range(64)), 4)
         client.set("k", value_of("k", MIB))
         with engine.stage(hashes) as staged:
@@ -260,7 +263,7 @@ def test_redis_benchmark_runs(daemon: DaemonProcess, options: tuple[str, ...]) -
         *(benchmark_binary(), "-h", host, "-p", str(port), "-a", TOKEN, "-n", "3000", "-c", "8"),
         *("-t", "ping,set,get", "-r", "50", "--csv", *options),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
     assert done.returncode == 0, done.stderr
     assert '"SET"' in done.stdout
     assert '"GET"' in done.stdout

@@ -49,7 +49,7 @@ async def test_keys_are_made_and_revoked_while_the_router_serves(tmp_path: Path)
         async with router_process(tmp_path, *settings) as router:
 
             async def becomes(key: str, wanted: int) -> None:
-                async with timeout(20):
+                async with timeout(60):
                     while True:
                         headers = {"Authorization": f"Bearer {key}"}
                         got = await request(router.port, PATH, BODY, headers)

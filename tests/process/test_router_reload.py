@@ -20,7 +20,7 @@ PATH = "/admin/policy"
 
 
 async def policy_becomes(router: RouterProcess, wanted: str) -> None:
-    async with timeout(20):
+    async with timeout(60):
         while True:
             if (await request(router.port, PATH)).json["policy"] == wanted:
                 return
@@ -63,7 +63,7 @@ async def test_engines_of_the_file_come_and_go_without_a_restart(tmp_path: Path)
 
     async def engines_become(router: RouterProcess, *engines: FakeEngine) -> None:
         wanted = {(engine.url, "healthy") for engine in engines}
-        async with timeout(20):
+        async with timeout(60):
             while True:
                 workers = (await request(router.port, "/workers")).json["workers"]
                 if {(worker["url"], worker["state"]) for worker in workers} == wanted:
@@ -81,7 +81,7 @@ async def test_engines_of_the_file_come_and_go_without_a_restart(tmp_path: Path)
             one.completion = hang()
             prompt = {"model": "m", "prompt": [1]}
             waiting = []
-            async with timeout(20):
+            async with timeout(60):
                 while not one.active:  # until one of them went there
                     waiting.append(
                         asyncio.ensure_future(request(router.port, "/v1/completions", prompt))

@@ -18,7 +18,7 @@ PATH = "/v1/completions"
 
 
 async def line_has(router: RouterProcess, wanted: int) -> None:
-    async with timeout(20):
+    async with timeout(60):
         while True:
             text = (await request(router.port, "/metrics")).body.decode()
             waiting = re.findall(r"emberkv_router_waiting_requests\{.*\} (\S+)", text)

@@ -6,7 +6,7 @@ import pytest
 
 from tests.process.router_soak import soak
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(400)]
 
 
 async def test_a_thousand_clients_that_hang_up_leave_nothing_behind() -> None:

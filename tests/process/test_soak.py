@@ -11,7 +11,7 @@ from tests.process.soak import run_soak
 
 @pytest.mark.process
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(400)
 def test_eight_sessions_at_105_percent_of_capacity_read_only_what_was_written(
     tmp_path: Path,
 ) -> None:

@@ -13,7 +13,7 @@ from emberkv_proto.types import Tier
 from tests.helpers.chains import chain_of, read_chain, write_chain
 from tests.helpers.cluster import NodeProcess, wait_until
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(400)]
 CHAINS = range(1, 9)
 
 

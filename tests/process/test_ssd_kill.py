@@ -80,7 +80,7 @@ def run_and_kill(
                 continue  # cut by the kill: it counts as never said
             word, *numbers = line.split()
             {"begin": begun, "stored": stored}[word].update(map(int, numbers))
-        child.wait(20)
+        child.wait(60)
         killer.join()
     return begun, stored
 

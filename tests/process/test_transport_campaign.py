@@ -9,7 +9,7 @@ import pytest
 
 from tests.process.transport_campaign import Blow, run_campaign
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(400)]
 
 
 @pytest.mark.parametrize(("kind", "runs"), [("tcp", 4), ("ucx", 5), ("ucx-read", 3)])

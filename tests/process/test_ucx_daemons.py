@@ -54,14 +54,21 @@ def test_blocks_come_over_ucx_from_ucx_and_over_tcp_from_a_node_that_has_no_more
         write(a, 1)
         write(plain, 2)
         cluster.await_rest()
-        assert read(b, 1) == 6
+        wait_until(lambda: read(b, 1) == 6, "blocks come over ucx")
         assert b.gauge("transport_pushed_bytes_total") > 0
         assert b.gauge("transport_plain_bytes_total") == 0
         assert b.gauge('transport_info{lane="tcp/lo",rdma="false",transport="ucx"}') == 1
-        assert a.gauge("transport_served_bytes_total") == b.gauge("transport_pushed_bytes_total")
-        assert read(b, 2) == 6
+        wait_until(
+            lambda: (
+                a.gauge("transport_served_bytes_total") == b.gauge("transport_pushed_bytes_total")
+            ),
+            "both sides have counted the same bytes",
+        )
+        wait_until(lambda: read(b, 2) == 6, "blocks come over tcp")
         assert b.gauge("transport_plain_bytes_total") > 0
-        assert read(plain, 1) == 6  # the ucx node answers plain reads on the same port
+        wait_until(
+            lambda: read(plain, 1) == 6, "plain reads are answered"
+        )  # the ucx node answers plain reads on the same port
 
 
 @needs_nixl
@@ -87,7 +94,7 @@ def test_a_killed_agent_is_replaced_and_a_killed_daemon_takes_its_agents_along(
             wait_until(
                 lambda node=node: node.gauge("transport_replaced_agents_total") >= 1, "it counted"
             )
-        assert read(b, 1) == 6
+        wait_until(lambda: read(b, 1) == 6, "new agents bring blocks")
         left = agents_of(a)
         a.kill()
         wait_until(lambda: not {*left} & {*pids_with("transport.ucx_agent")}, "the agents ended")

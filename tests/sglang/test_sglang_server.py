@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import json
 import random
-import socket
 import time
 import urllib.error
 from collections.abc import Sequence
@@ -22,6 +21,7 @@ from global_index.config import IndexSection
 from global_index.embedded import GlobalIndex
 from global_index.hbm.engines import StreamState
 from tests.helpers.daemon_process import MIB, DaemonProcess
+from tests.helpers.ports import free_port
 from tests.helpers.sglang_process import extra_config
 from tests.helpers.sglang_server import (
     PAGE_TOKENS,
@@ -122,7 +122,7 @@ async def _come_back(
     right: Sequence[Answer],
     tmp_path: Path,
 ) -> None:
-    events, replays = _two_ports()
+    events, replays = free_port(), free_port()
     published = {
         "publisher": "zmq",
         "endpoint": f"tcp://*:{events}",
@@ -217,10 +217,3 @@ def _in_dram(index: GlobalIndex) -> TierDigest:
 def _in_hbm(index: GlobalIndex) -> TierDigest:
     (engine,) = index.engines()
     return TierDigest(engine.digest.tier, engine.digest.blocks, engine.digest.xor)
-
-
-def _two_ports() -> tuple[int, int]:
-    with socket.socket() as one, socket.socket() as two:
-        for probe in (one, two):
-            probe.bind(("127.0.0.1", 0))
-        return one.getsockname()[1], two.getsockname()[1]

@@ -15,8 +15,9 @@ import pytest
 
 from benchmarks._vllm import PAGE_TOKENS, Server, transfer_config
 from tests.helpers.agreement import await_agreement
-from tests.helpers.cluster import RouterProcess, free_port
+from tests.helpers.cluster import RouterProcess
 from tests.helpers.daemon_process import MIB, DaemonProcess
+from tests.helpers.ports import free_port
 
 pytestmark = pytest.mark.timeout(900)
 CONVERSATIONS = 6

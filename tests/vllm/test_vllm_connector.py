@@ -188,7 +188,10 @@ def _spoil(daemon: DaemonProcess, tokens: list[int], blocks: tuple[int, ...]) ->
     """Write over blocks in the pool file, behind everybody's back."""
     namespace = _namespace(daemon)
     hashes = block_hashes(namespace.id, tokens, namespace.block_tokens)
-    with SyncClient(daemon.socket_path, namespace) as client, client.acquire(hashes) as lease:
+    with (
+        SyncClient(daemon.socket_path, namespace, timeout_seconds=30.0) as client,
+        client.acquire(hashes) as lease,
+    ):
         assert lease.ready_blocks > max(blocks)
         with daemon.pool_path.open("r+b") as pool:
             for block in blocks:

@@ -43,7 +43,7 @@ def test_tokens_are_the_same_in_another_process_with_another_hash_seed() -> None
         env={"PYTHONHASHSEED": "77"},
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=90,
         check=True,
     )
     assert ran.stdout.strip() == str(block_token_ids(7, 16, ALL))

@@ -168,11 +168,11 @@ def test_exit_is_kill_9_and_pause_lasts_until_sigcont() -> None:
         )
 
     with child("before_ack=exit") as killed:
-        assert killed.communicate(timeout=30)[0] == ""
+        assert killed.communicate(timeout=90)[0] == ""
         assert killed.returncode == -signal.SIGKILL
     with child("before_ack=pause") as paused:
         pid, status = os.waitpid(paused.pid, os.WUNTRACED)
         assert os.WIFSTOPPED(status)
         os.kill(pid, signal.SIGCONT)
-        assert paused.communicate(timeout=30)[0] == "went on\n"
+        assert paused.communicate(timeout=90)[0] == "went on\n"
         assert paused.returncode == 0

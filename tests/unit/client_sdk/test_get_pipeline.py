@@ -34,7 +34,7 @@ def daemon(tmp_path: Path) -> Iterator[FakeDaemon]:
 
 @pytest.fixture
 def client(daemon: FakeDaemon) -> Iterator[SyncClient]:
-    with SyncClient(daemon.socket_path, NAMESPACE, timeout_seconds=5.0) as client:
+    with SyncClient(daemon.socket_path, NAMESPACE, timeout_seconds=30.0) as client:
         yield client
         client.check_integrity()
     client.check_integrity()

@@ -45,7 +45,7 @@ def daemon(tmp_path: Path) -> Iterator[FakeDaemon]:
 
 @pytest.fixture
 def client(daemon: FakeDaemon) -> Iterator[SyncClient]:
-    with SyncClient(daemon.socket_path, NAMESPACE, timeout_seconds=5.0) as client:
+    with SyncClient(daemon.socket_path, NAMESPACE, timeout_seconds=30.0) as client:
         yield client
         client.check_integrity()
     client.check_integrity()
@@ -187,7 +187,7 @@ def test_a_full_pool_takes_what_fits_and_is_not_asked_again(tmp_path: Path, slot
     written = content(9)
     with (
         FakeDaemon(tmp_path / "d.sock", slots=slots + 1, heartbeat_seconds=60.0) as daemon,
-        SyncClient(daemon.socket_path, NAMESPACE, timeout_seconds=5.0) as client,
+        SyncClient(daemon.socket_path, NAMESPACE, timeout_seconds=30.0) as client,
     ):
         client.put([PARENT], content(1, 7))  # a pool has at least one slot
         put = client.put(CHAIN, written, PARENT)

@@ -104,7 +104,7 @@ def test_forked_child_opens_a_session_of_its_own_and_leaves_the_parents_alone(
             cwd=Path(__file__).parent.parent.parent.parent,
             capture_output=True,
             text=True,
-            timeout=40,
+            timeout=90,
         )
         assert done.returncode == 0, done.stderr
         assert len(daemon.released) == 1

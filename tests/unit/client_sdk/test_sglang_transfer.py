@@ -25,7 +25,7 @@ from tests.helpers.sglang_pools import MHATokenToKVPoolHost
 
 PAGES = 6
 HASHES = [BlockHash(bytes([i]) * 32) for i in range(1, PAGES + 1)]
-SETTINGS = BackendSettings(load_seconds=10.0, timeout_seconds=0.5)
+SETTINGS = BackendSettings(load_seconds=30.0, timeout_seconds=2.0)
 
 
 class Rig:
@@ -161,7 +161,7 @@ def test_a_lookup_does_not_wait_for_a_load_that_waits_for_blocks(daemon: FakeDae
 
     def hold_back(frame: bytes) -> bytes:
         is_waiting.set()
-        answered.append(may_come.wait(10))
+        answered.append(may_come.wait(60))
         return frame
 
     daemon.faults[Method.WAIT] = hold_back
@@ -169,7 +169,7 @@ def test_a_lookup_does_not_wait_for_a_load_that_waits_for_blocks(daemon: FakeDae
     loading = threading.Thread(target=lambda: loaded.append(rig.load()))
     loading.start()
     try:
-        assert is_waiting.wait(10)
+        assert is_waiting.wait(60)
         found = rig.transfer.found(HASHES)
         assert not answered, "it waited until the load had its blocks"
         assert found == PAGES

@@ -84,7 +84,7 @@ async def _follow_until(
 
     task = asyncio.create_task(follow(names, apply, 0.001, lookup))
     try:
-        async with aio.timeout(20):
+        async with aio.timeout(60):
             await finished.wait()
     finally:
         task.cancel()

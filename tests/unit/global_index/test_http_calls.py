@@ -19,7 +19,7 @@ from global_index.http_calls import IndexerCalls
 from global_index.http_message import HttpRequest
 from tests.helpers.event_publisher import EventPublisher, stored
 from tests.helpers.model_daemon import ModelDaemon, ModelServer
-from tests.helpers.waiting import until
+from tests.helpers.waiting import until, until_asked
 
 TOKENS = list(range(64))
 SPACE = NamespaceId(b"n" * 16)
@@ -159,8 +159,7 @@ async def test_an_engine_is_registered_followed_asked_and_unregistered() -> None
             found.update(answer if status == 200 else {})
             return bool(found.get("default"))
 
-        while not await ask():
-            await until(lambda: bool(index.engines()))
+        await until_asked(ask)
         summary = {"longest_matched": 48, "GPU": 48, "CPU": 48, "DISK": 48, "DP": {"3": 48}}
         assert found == {"default": {"worker-7": summary}}
         (worker,) = (await caller.ask("GET", "/workers"))[1]

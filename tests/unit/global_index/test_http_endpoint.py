@@ -74,7 +74,7 @@ class Client:
         await self.writer.wait_closed()
 
     async def head(self) -> tuple[int, dict[str, str]]:
-        async with aio.timeout(20):
+        async with aio.timeout(60):
             first, *lines = (await self.reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
         return int(first.split()[1]), dict(line.split(": ", 1) for line in lines if line)
 
@@ -84,11 +84,11 @@ class Client:
             lines.append(f"Content-Length: {len(body)}")
         self.writer.write("\r\n".join([*lines, "", ""]).encode() + body)
         status, answered = await self.head()
-        async with aio.timeout(20):
+        async with aio.timeout(60):
             return status, await self.reader.readexactly(int(answered["Content-Length"]))
 
     async def is_hung_up(self) -> bool:
-        async with aio.timeout(20):
+        async with aio.timeout(60):
             return await self.reader.read() == b""
 
 
@@ -216,7 +216,7 @@ async def test_stop_hangs_up_on_streams_and_idle_connections(calls: Calls) -> No
         assert (await idle.ask("GET /ready"))[0] == 503
         reading.writer.write(b"GET /stream HTTP/1.1\r\n\r\n")
         await reading.head()
-        async with aio.timeout(20):
+        async with aio.timeout(60):
             await endpoint.stop()
         assert await idle.is_hung_up()
     assert calls.closed == 1

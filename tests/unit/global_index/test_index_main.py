@@ -104,10 +104,10 @@ def test_process_serves_until_sigterm_and_needs_no_kernel_cache(tmp_path: Path) 
             if "serving on" in line:
                 break
         process.terminate()
-        assert process.wait(timeout=20) == 0, "".join(lines)
+        assert process.wait(timeout=90) == 0, "".join(lines)
     finally:
         process.kill()
-        process.wait(timeout=10)
+        process.wait(timeout=90)
         process.stderr.close()  # type: ignore[union-attr]
     assert any("serving on" in line for line in lines), "".join(lines)
 

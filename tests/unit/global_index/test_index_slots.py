@@ -13,7 +13,7 @@ from global_index.index import BlockIndex, Holder
 from global_index.kernels import MIN_SLOTS
 from global_index.memory_index import MemoryIndex
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(400)
 """The first run compiles the kernels."""
 
 A, B = Holder(0), Holder(1)

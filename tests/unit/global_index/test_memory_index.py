@@ -24,7 +24,7 @@ from global_index.index import MAX_HOLDERS, BlockIndex, Holder
 from global_index.membership import Membership
 from global_index.memory_index import MemoryIndex
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(400)
 """The first run compiles the kernels."""
 
 PACKAGE = Path(global_index.__file__ or "").parent

@@ -23,7 +23,7 @@ from tests.helpers.model_daemon import TIERS, ModelDaemon, ModelServer, as_keys
 CHAIN = as_keys(range(1, 257))
 
 
-async def until(holds: Callable[[], bool], seconds: float = 20.0) -> None:
+async def until(holds: Callable[[], bool], seconds: float = 60.0) -> None:
     async with aio.timeout(seconds):
         while not holds():  # noqa: ASYNC110
             await asyncio.sleep(0.01)

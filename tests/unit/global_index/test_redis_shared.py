@@ -38,7 +38,7 @@ from tests.helpers.redis_server import RedisServer, redis_cluster, redis_server
 
 CHAIN = as_keys(range(1, 201))
 ENGINE = EngineInfo("e1", "http://127.0.0.1:8000", "m", NamespaceId(b"n" * 16), 64)
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(400)
 
 
 @pytest.fixture

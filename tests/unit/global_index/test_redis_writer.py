@@ -72,7 +72,7 @@ class Link:
     def __init__(self, rows: MemoryRows) -> None:
         self.client = rows
 
-    async def call(self, do: Callable[[Any], Awaitable[Any]], seconds: float = 5.0) -> Any:
+    async def call(self, do: Callable[[Any], Awaitable[Any]], seconds: float = 30.0) -> Any:
         return await do(self.client)
 
 
@@ -135,7 +135,7 @@ async def test_fault_of_one_comparison_is_told_once_and_the_next_one_is_tried(
     with pytest.raises(ValueError, match="no integer"):
         await writer.turn([NODE])
     rows.fault = None
-    async with aio.timeout(5):
+    async with aio.timeout(30):
         while not writer.exact_nodes():
             await writer.turn([NODE])
             await asyncio.sleep(0)
@@ -163,7 +163,7 @@ async def connected(server: RedisServer) -> AsyncIterator[RedisLink]:
     link = RedisLink(RedisKeys(redis_url=server.url))
     running = asyncio.create_task(link.run())
     try:
-        async with aio.timeout(10):
+        async with aio.timeout(30):
             while not link.is_up:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         yield link

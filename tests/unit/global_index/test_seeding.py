@@ -325,7 +325,7 @@ async def test_reader_that_takes_nothing_loses_its_place(
         await until(lambda: is_exact(index, *servers))
         servicer = service.IndexServicer(index, lambda _: None)
         contexts = [StalledContext() for _ in range(service.MAX_COPIES + 2)]
-        async with aio.timeout(20):
+        async with aio.timeout(60):
             request = index_pb2.CopyRequest()
             await asyncio.gather(*(servicer.Snapshot(request, c) for c in contexts))  # type: ignore[arg-type]
             watching = StalledContext()
@@ -340,7 +340,7 @@ async def test_watch_of_an_index_that_goes_ends_in_an_error(servers: list[ModelS
     server, port = await start_server(index, "127.0.0.1", 0, lambda _: None)
     client = IndexClient(f"127.0.0.1:{port}")
     try:
-        async with aclosing(client.watch()) as changes, aio.timeout(20):
+        async with aclosing(client.watch()) as changes, aio.timeout(60):
             assert (await changes.__anext__()).is_whole
             await server.stop(None)
             with pytest.raises(UnavailableError):

@@ -35,7 +35,7 @@ class Fleet:
 
 
 async def following(stream: AsyncGenerator[NodesChange, None]) -> NodesChange:
-    async with aio.timeout(10):
+    async with aio.timeout(30):
         return await stream.__anext__()
 
 

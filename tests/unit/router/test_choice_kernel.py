@@ -19,7 +19,7 @@ from router.scoring import Speeds, holding_from, own_hit
 from router.speeds import LearningLimits, SpeedBook
 
 board_module = pytest.importorskip("router.board", reason="numba cannot be used here")
-pytestmark = pytest.mark.timeout(300)  # compiling takes long where it was not done before
+pytestmark = pytest.mark.timeout(400)  # compiling takes long where it was not done before
 KIND = ChainKind(NamespaceId(b"k" * 16), 16)
 KEYS = list(range(1, 41))
 WANTED = Preferences(0.8, 2, 0.001, 0.1)

@@ -21,7 +21,7 @@ class Waiter:
 
 
 async def told(*waiters: Waiter) -> None:
-    async with timeout(20):
+    async with timeout(60):
         while not all(waiter.told for waiter in waiters):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 

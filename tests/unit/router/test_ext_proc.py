@@ -432,7 +432,7 @@ def test_no_message_breaks_the_picker(streams: list[list[bytes]]) -> None:
             for stream in streams:
                 # Not judged by the code: the client's library makes one of its own when it has more
                 # to say than was wanted. A fault of the router is in its counter and its log.
-                await asyncio.wait_for(picker.play(stream), 10)
+                await asyncio.wait_for(picker.play(stream), 30)
             await idle(router)
             assert router.counter("ext_proc_errors_total", kind="internal") == 0
             assert destinations(await picker.pick(BODY)) == [at(a)]

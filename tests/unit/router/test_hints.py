@@ -44,13 +44,13 @@ async def test_daemon_is_told_what_the_estimate_fetches_for_as_long_as_the_reque
         async with running_router(index=index, prefetch_queue_seconds=0) as router:
             async with connected(router.port) as client:
                 client.post("/v1/completions", BODY)
-                await asyncio.wait_for(daemon.came.wait(), 10)
+                await asyncio.wait_for(daemon.came.wait(), 30)
                 (hint,) = daemon.hints
                 assert hint.hashes == HASHES[:60]
                 assert hint.request.namespace_id == SPACE
                 assert hint.request.source_node_id == ""
                 assert not hint.ended.is_set()
-            await asyncio.wait_for(hint.ended.wait(), 10)
+            await asyncio.wait_for(hint.ended.wait(), 30)
             await until_counted(router, "cancelled")
             await router.settled()
 
@@ -106,7 +106,7 @@ async def test_daemon_that_is_no_more_is_forgotten_when_its_hints_have_ended() -
             client = router.router.hinter._client
             async with connected(router.port) as asking:
                 asking.post("/v1/completions", BODY)
-                await asyncio.wait_for(daemon.came.wait(), 10)
+                await asyncio.wait_for(daemon.came.wait(), 30)
                 (known,) = router.router.engines
                 index.all[0].grpc_address = "127.0.0.1:1"
                 await until(lambda: known.daemon_address == "127.0.0.1:1")

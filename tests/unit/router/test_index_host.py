@@ -19,7 +19,7 @@ def section(**changes: object) -> IndexSection:
 
 
 async def asked(port: int, path: str) -> bytes:
-    async with aio.timeout(10):
+    async with aio.timeout(30):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(f"GET {path} HTTP/1.1\r\nConnection: close\r\n\r\n".encode())
         answer = await reader.read()

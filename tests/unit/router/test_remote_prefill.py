@@ -122,8 +122,8 @@ async def test_blocks_are_followed_to_the_decode_node_while_the_prompt_is_prefil
     site.daemon.readable = len(HASHES)
     async with connected(site.router.port) as client:
         client.post("/v1/completions", BODY)
-        await asyncio.wait_for(begun.wait(), 10)
-        await asyncio.wait_for(site.daemon.came.wait(), 10)
+        await asyncio.wait_for(begun.wait(), 30)
+        await asyncio.wait_for(site.daemon.came.wait(), 30)
         (hint,) = site.daemon.hints
         assert hint.hashes == HASHES
         assert hint.request.source_node_id == "p"
@@ -161,7 +161,7 @@ async def test_prefill_engine_that_dies_costs_no_error(site: Site) -> None:
     assert (got.status, got.headers["x-emberkv-engine"]) == (200, "decode")
     assert site.count("failed") == 1
     (hint,) = site.daemon.hints
-    await asyncio.wait_for(hint.ended.wait(), 10)
+    await asyncio.wait_for(hint.ended.wait(), 30)
     await site.router.settled()
 
 
@@ -201,7 +201,7 @@ async def test_prefill_engine_that_stops_when_all_blocks_came_is_waited_for_shor
         got = await request(site.router.port, "/v1/completions", BODY)
         assert (got.status, got.headers["x-emberkv-hit-tokens"]) == (200, "400")
         assert site.count("unanswered") == 1
-        await asyncio.wait_for(site.prefill.aborted.wait(), 10)
+        await asyncio.wait_for(site.prefill.aborted.wait(), 30)
         await site.router.settled()
 
 
@@ -240,7 +240,7 @@ async def test_prefill_is_given_up_when_its_blocks_cannot_reach_the_decode_node(
     got = await request(site.router.port, "/v1/completions", BODY)
     assert (got.status, got.headers["x-emberkv-engine"]) == (200, "decode")
     assert site.count("cut") == 1
-    await asyncio.wait_for(site.prefill.aborted.wait(), 10)
+    await asyncio.wait_for(site.prefill.aborted.wait(), 30)
     await site.router.settled()
 
 
@@ -248,9 +248,9 @@ async def test_client_that_goes_away_ends_prefill_and_handover(site: Site) -> No
     site.prefill.completion = hang()
     async with connected(site.router.port) as client:
         client.post("/v1/completions", BODY)
-        await asyncio.wait_for(site.daemon.came.wait(), 10)
-    await asyncio.wait_for(site.prefill.aborted.wait(), 10)
-    await asyncio.wait_for(site.daemon.hints[0].ended.wait(), 10)
+        await asyncio.wait_for(site.daemon.came.wait(), 30)
+    await asyncio.wait_for(site.prefill.aborted.wait(), 30)
+    await asyncio.wait_for(site.daemon.hints[0].ended.wait(), 30)
     await site.router.settled()
     assert not site.decode.requests
 

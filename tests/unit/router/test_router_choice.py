@@ -13,6 +13,7 @@ from router.engines import EngineTable
 from router.health import BreakerLimits
 from tests.helpers.fake_engine import COMPLETION, FakeEngine, FakeRequest, answer, hang, response
 from tests.helpers.router_client import HandIndex, HandNode, connected, request, running_router
+from tests.helpers.waiting import until, until_asked
 
 SPACE = NamespaceId(b"n" * 16)
 BLOCK = 4
@@ -227,11 +228,14 @@ async def test_engines_outlive_the_daemon_that_announced_them() -> None:
         index = HandIndex(node)
         async with running_router(index=index) as router:
             node.liveness = "gone"
-            await asyncio.sleep(0.2)
+
+            async def is_no_more_announced() -> bool:
+                (worker,) = (await request(router.port, "/workers")).json["workers"]
+                return worker["is_announced"] is False
+
+            await until_asked(is_no_more_announced)
             got = await request(router.port, "/v1/completions", {"model": "m", "prompt": [1] * 8})
             assert got.status == 200
-            (worker,) = (await request(router.port, "/workers")).json["workers"]
-            assert worker["is_announced"] is False
 
 
 def test_an_engine_that_is_neither_healthy_nor_announced_is_forgotten() -> None:
@@ -310,7 +314,7 @@ async def test_a_router_where_nothing_is_known_of_blocks_goes_by_load() -> None:
         async with running_router(one.url, two.url, index=HandIndex()) as router:
             async with connected(router.port) as client:
                 client.post("/v1/completions", {"prompt": ["a", "b"]})
-                await asyncio.sleep(0.1)
+                await until(lambda: bool(one.requests or two.requests))
                 idle = two if one.requests else one
                 idle.completion = answer(COMPLETION)
                 for _ in range(5):

@@ -39,7 +39,7 @@ EXAMPLES = 5
 OPERATIONS = [(endpoint.method, endpoint.path) for endpoint in ENDPOINTS]
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
 async def test_every_operation_keeps_to_the_document_whatever_comes(mode: GenerationMode) -> None:
     async with FakeEngine().serving() as engine, running_router(engine.url) as router:

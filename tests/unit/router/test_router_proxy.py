@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import time
-from itertools import pairwise
 
 import pytest
 
@@ -22,22 +20,20 @@ from tests.helpers.fake_engine import (
     response,
     stream,
 )
+from tests.helpers.ports import refusing_port
 from tests.helpers.router_client import (
     HandIndex,
+    RunningRouter,
     connected,
     http_post,
     request,
     running_router,
+    until_status,
 )
+from tests.helpers.waiting import until
 
 EVENTS = [b'data: {"choices":[{"text":"%d"}]}\n\n' % i for i in range(5)] + [b"data: [DONE]\n\n"]
 PROMPT = {"model": "m", "prompt": [1, 2, 3]}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 async def test_a_completion_passes_through_with_its_headers_both_ways() -> None:
@@ -79,20 +75,29 @@ async def test_a_request_id_is_made_where_none_came() -> None:
 
 async def test_a_stream_passes_byte_for_byte_and_chunk_by_chunk() -> None:
     async with FakeEngine().serving() as engine, running_router(engine.url) as router:
-        engine.completion = stream(EVENTS, pause_seconds=0.1)
+        has_come = asyncio.Semaphore(1)
+
+        async def one_by_one(request: FakeRequest, writer: asyncio.StreamWriter) -> bool:
+            """No event before the client has the one before it."""
+            writer.write(SSE_HEAD)
+            for event in EVENTS:
+                await has_come.acquire()
+                writer.write(chunk(event))
+            writer.write(b"0\r\n\r\n")
+            return True
+
+        engine.completion = one_by_one
         async with connected(router.port) as client:
             client.post("/v1/chat/completions", {"model": "m", "messages": [], "stream": True})
             head = await client.read_head()
             assert head.headers["content-type"] == "text/event-stream"
             assert head.headers["x-engine-own"] == "kept"
-            arrivals = []
             for event in EVENTS:
                 wanted = chunk(event)
-                assert await client.reader.readexactly(len(wanted)) == wanted
-                arrivals.append(time.monotonic())
+                got = await asyncio.wait_for(client.reader.readexactly(len(wanted)), 30)
+                assert got == wanted
+                has_come.release()
             assert await client.reader.readexactly(5) == b"0\r\n\r\n"
-            gaps = [b - a for a, b in pairwise(arrivals)]
-            assert min(gaps) > 0.04, gaps
             # The connection serves on.
             engine.completion = answer(COMPLETION)
             client.post("/v1/completions", PROMPT)
@@ -108,23 +113,32 @@ async def test_cached_tokens_of_a_streams_usage_are_counted() -> None:
         assert router.counter("delivered_hit_tokens_total", source="dram") == 6
 
 
+async def seconds_to_abort(router: RunningRouter, engine: FakeEngine, sent: bytes) -> float:
+    """From the moment when a client hangs up in mid-request until its engine sees that."""
+    asked = len(engine.requests)
+    engine.completion = hang(sent)
+    engine.aborted.clear()
+    async with connected(router.port) as client:
+        client.post("/v1/completions", PROMPT)
+        await until(lambda: len(engine.requests) > asked)
+        if sent:
+            await client.read_head()
+        assert router.inflight() == 1
+    left_at = time.monotonic()
+    await asyncio.wait_for(engine.aborted.wait(), 30)
+    took = time.monotonic() - left_at
+    await router.settled()
+    return took
+
+
 @pytest.mark.parametrize("sent", [b"", SSE_HEAD + chunk(EVENTS[0])])
 async def test_a_client_that_goes_away_aborts_the_engine_within_100_ms(sent: bytes) -> None:
     async with FakeEngine().serving() as engine, running_router(engine.url) as router:
-        engine.completion = hang(sent)
-        async with connected(router.port) as client:
-            client.post("/v1/completions", PROMPT)
-            await engine.was_asked()
-            if sent:
-                await client.read_head()
-            await asyncio.sleep(0.05)
-            assert router.inflight() == 1
-        left_at = time.monotonic()
-        await asyncio.wait_for(engine.aborted.wait(), 5)
-        assert time.monotonic() - left_at < 0.1
-        await router.settled()
-        assert router.counter("aborts_total") == 1
-        assert engine.aborts == 1
+        # The quickest of some: a busy machine may hold up any of them.
+        took = [await seconds_to_abort(router, engine, sent) for _ in range(10)]
+        assert min(took) < 0.1, took
+        assert router.counter("aborts_total") == 10
+        assert engine.aborts == 10
 
 
 async def test_a_client_that_goes_away_during_tokenization_is_forgotten() -> None:
@@ -133,9 +147,8 @@ async def test_a_client_that_goes_away_during_tokenization_is_forgotten() -> Non
         async with connected(router.port) as client:
             client.post("/v1/completions", {"prompt": "abc"})
             await engine.was_asked()
-        await asyncio.sleep(0.1)
+        await until(lambda: router.counter("aborts_total") == 1)
         assert not engine.requests
-        assert router.counter("aborts_total") == 1
 
 
 async def test_an_engine_that_refuses_is_replaced_before_the_first_byte() -> None:
@@ -354,7 +367,7 @@ async def test_a_slow_client_holds_the_engine_back() -> None:
                 await asyncio.sleep(0.3)
             assert 0 < written < 700
             left = 800 * len(chunk(block)) + 5
-            while data := await asyncio.wait_for(client.reader.read(min(left, 1 << 20)), 10):
+            while data := await asyncio.wait_for(client.reader.read(min(left, 1 << 20)), 30):
                 left -= len(data)
             assert left == 0
         await router.settled()
@@ -390,12 +403,13 @@ async def test_full_engines_answer_429_and_none_healthy_503() -> None:
             assert got.headers["retry-after"] == "1"
             assert len(engine.requests) == 1
         await router.settled()
-    async with running_router(f"http://127.0.0.1:{free_port()}") as router:
-        got = await request(router.port, "/v1/completions", PROMPT)
-        assert got.status == 503
-        assert got.headers["retry-after"] == "1"
-        assert (await request(router.port, "/ready")).status == 503
-        assert (await request(router.port, "/health")).status == 200
+    with refusing_port() as port:
+        async with running_router(f"http://127.0.0.1:{port}") as router:
+            got = await request(router.port, "/v1/completions", PROMPT)
+            assert got.status == 503
+            assert got.headers["retry-after"] == "1"
+            assert (await request(router.port, "/ready")).status == 503
+            assert (await request(router.port, "/health")).status == 200
 
 
 async def test_an_engine_still_loading_gets_nothing_until_its_health_is_good() -> None:
@@ -404,21 +418,17 @@ async def test_an_engine_still_loading_gets_nothing_until_its_health_is_good() -
         async with running_router(engine.url) as router:
             assert (await request(router.port, "/v1/completions", PROMPT)).status == 503
             engine.health = answer({})
-            await asyncio.sleep(0.4)
-            assert (await request(router.port, "/v1/completions", PROMPT)).status == 200
+            await until_status(router.port, "/v1/completions", 200, PROMPT)
             engine.health = answer({}, 500)
-            await asyncio.sleep(0.6)
-            assert (await request(router.port, "/v1/completions", PROMPT)).status == 503
+            await until_status(router.port, "/v1/completions", 503, PROMPT)
 
 
 async def test_an_engine_that_comes_back_on_its_port_serves_again() -> None:
     async with FakeEngine().serving() as engine, running_router(engine.url) as router:
         await engine.stop()
-        await asyncio.sleep(0.3)
-        assert (await request(router.port, "/v1/completions", PROMPT)).status == 503
+        await until_status(router.port, "/v1/completions", 503, PROMPT)
         await engine.start()
-        await asyncio.sleep(0.6)
-        assert (await request(router.port, "/v1/completions", PROMPT)).status == 200
+        await until_status(router.port, "/v1/completions", 200, PROMPT)
 
 
 async def test_a_broken_index_never_fails_a_request() -> None:

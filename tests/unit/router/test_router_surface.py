@@ -96,7 +96,7 @@ async def test_a_session_goes_back_to_its_engine_until_that_is_busy() -> None:
 
 
 async def _until_active(count: int, *engines: FakeEngine) -> None:
-    async with timeout(20):
+    async with timeout(60):
         while sum(engine.active for engine in engines) < count:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 

@@ -55,7 +55,7 @@ async def test_a_body_that_comes_before_it_is_relayed_is_kept() -> None:
     relaying = asyncio.ensure_future(connection.relay(head, head.body(), pieces.append))
     await asyncio.sleep(0)
     connection.data_received(b"rs")
-    await asyncio.wait_for(relaying, 5)
+    await asyncio.wait_for(relaying, 30)
     assert b"".join(pieces) == b"embers"
     assert owner.back == [connection]
     connection.data_received(b"HTTP/1.1 200 OK\r\n")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -21,6 +20,7 @@ from emberkv_proto.errors import PreflightError
 from store_daemon.app import ENDPOINTS_FILE, Daemon
 from store_daemon.config import DaemonSettings
 from store_daemon.tiers.ssd import SsdTier
+from tests.helpers.ports import free_port
 from tests.helpers.store import chain, payload, small_namespace
 
 NAMESPACE = small_namespace()
@@ -58,7 +58,7 @@ async def running(settings: DaemonSettings) -> AsyncIterator[Daemon]:
     daemon = Daemon(settings)
     task = asyncio.ensure_future(daemon.run())
     serving = asyncio.ensure_future(daemon.is_serving.wait())
-    await asyncio.wait({task, serving}, timeout=20, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait({task, serving}, timeout=90, return_when=asyncio.FIRST_COMPLETED)
     serving.cancel()
     if task.done():
         task.result()
@@ -66,7 +66,7 @@ async def running(settings: DaemonSettings) -> AsyncIterator[Daemon]:
         yield daemon
     finally:
         daemon.stop()
-        async with timeout(10):
+        async with timeout(30):
             await task
 
 
@@ -74,7 +74,7 @@ async def http(address: str, path: str) -> tuple[str, str]:
     host, port = address.rsplit(":", 1)
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
-    answer = (await asyncio.wait_for(reader.read(), 5)).decode()
+    answer = (await asyncio.wait_for(reader.read(), 30)).decode()
     writer.close()
     await writer.wait_closed()
     head, _, body = answer.partition("\r\n\r\n")
@@ -85,7 +85,7 @@ async def test_blocks_outlive_the_daemon_and_its_numbers_add_up(tmp_path: Path) 
     settings = settings_in(tmp_path)
     hashes = chain(NAMESPACE, 10)
     async with running(settings) as daemon:
-        client = AsyncClient(tmp_path / "s", NAMESPACE)
+        client = AsyncClient(tmp_path / "s", NAMESPACE, timeout_seconds=30.0)
         staged = await client.stage(hashes)
         for number in staged.granted:
             staged.view(number)[:] = payload(hashes[number], 0, 5000)
@@ -112,8 +112,8 @@ async def test_blocks_outlive_the_daemon_and_its_numbers_add_up(tmp_path: Path) 
     assert not (tmp_path / "data" / ENDPOINTS_FILE).exists()
     assert not (tmp_path / "s").exists()
     async with running(settings) as daemon:
-        client = AsyncClient(tmp_path / "s", NAMESPACE)
-        lease = await client.acquire(hashes, deadline_seconds=5.0)
+        client = AsyncClient(tmp_path / "s", NAMESPACE, timeout_seconds=30.0)
+        lease = await client.acquire(hashes, deadline_seconds=60.0)
         await lease.wait(10, 5.0)
         assert lease.ready_blocks == 10
         assert all(bytes(lease.view(n)) == payload(hashes[n], 0, 5000) for n in range(10))
@@ -134,14 +134,14 @@ async def test_a_second_daemon_on_the_same_files_is_refused(tmp_path: Path) -> N
 async def test_a_dead_index_costs_a_miss_and_no_more(tmp_path: Path) -> None:
     hashes = chain(NAMESPACE, 6)
     async with running(settings_in(tmp_path, index_address="127.0.0.1:9")) as daemon:
-        client = AsyncClient(tmp_path / "s", NAMESPACE)
+        client = AsyncClient(tmp_path / "s", NAMESPACE, timeout_seconds=30.0)
         staged = await client.stage(hashes[:3])
         for number in staged.granted:
             staged.view(number)[:] = payload(hashes[number], 0, 5000)
         await staged.commit()
-        lease = await client.acquire(hashes, deadline_seconds=5.0)
-        async with timeout(3):
-            assert await lease.wait(6, 5.0) == 3
+        lease = await client.acquire(hashes, deadline_seconds=60.0)
+        async with timeout(30):
+            assert await lease.wait(6, 60.0) == 3
         assert lease.usable_blocks == 3
         await lease.release()
         await client.close()
@@ -152,13 +152,13 @@ async def test_a_dead_index_costs_a_miss_and_no_more(tmp_path: Path) -> None:
 async def test_it_is_ready_only_when_it_has_recovered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ports = free_ports(2)
+    ports = [free_port(), free_port()]
     settings = settings_in(tmp_path, grpc_port=ports[0], metrics_port=ports[1])
     reading, may_go_on = threading.Event(), threading.Event()
 
     def open_slowly(*arguments: Any) -> SsdTier:
         reading.set()
-        assert may_go_on.wait(20)
+        assert may_go_on.wait(60)
         return open_at_once(*arguments)
 
     open_at_once = SsdTier.open
@@ -174,14 +174,14 @@ async def test_it_is_ready_only_when_it_has_recovered(
         assert (await http(address, "/health"))[0].endswith("200 OK")
         assert (await daemon_status(f"127.0.0.1:{ports[0]}")).state == "recovering"
         may_go_on.set()
-        async with timeout(20):
+        async with timeout(60):
             await daemon.is_serving.wait()
         assert (await http(address, "/ready"))[1] == "serving\n"
         assert (await daemon_status(f"127.0.0.1:{ports[0]}")).state == "serving"
     finally:
         may_go_on.set()
         daemon.stop()
-        async with timeout(20):
+        async with timeout(60):
             await task
 
 
@@ -196,19 +196,10 @@ async def test_a_stop_while_it_recovers_ends_it_without_serving(
 
     open_at_once = SsdTier.open
     monkeypatch.setattr(SsdTier, "open", told_to_stop)
-    async with timeout(20):
+    async with timeout(60):
         await daemon.run()
     assert not daemon.is_serving.is_set()
     assert not (tmp_path / "s").exists()
     monkeypatch.undo()
     async with running(settings_in(tmp_path)) as again:
         assert again.is_serving.is_set()
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that were free a moment ago."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [found.getsockname()[1] for found in sockets]
-    for found in sockets:
-        found.close()
-    return ports

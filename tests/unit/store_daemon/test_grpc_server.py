@@ -39,7 +39,7 @@ def node() -> Iterator[PeerNode]:
 async def test_events_snapshots_and_reports_reach_a_subscriber(node: PeerNode) -> None:
     stored = asyncio.run_coroutine_threadsafe(_store(node, {1, 2, 3}), node.loop)
     await asyncio.wrap_future(stored)
-    async with timeout(10), grpc.aio.insecure_channel(node.grpc_address) as channel:
+    async with timeout(30), grpc.aio.insecure_channel(node.grpc_address) as channel:
         stub: Any = index_pb2_grpc.EventsStub(channel)  # type: ignore[no-untyped-call]
         refused = [m async for m in stub.Subscribe(index_pb2.SubscribeRequest(incarnation=0))]
         assert refused[0].snapshot_needed.incarnation == 3
@@ -67,7 +67,7 @@ async def _store(node: PeerNode, keys: set[int]) -> None:
 async def test_peer_acquire_names_every_part_and_release_ends_the_lease(node: PeerNode) -> None:
     hashes = chain(NAMESPACE, 4)
     node.store.put(hashes[:3])
-    async with timeout(10), grpc.aio.insecure_channel(node.grpc_address) as channel:
+    async with timeout(30), grpc.aio.insecure_channel(node.grpc_address) as channel:
         stub: Any = store_pb2_grpc.PeerStub(channel)  # type: ignore[no-untyped-call]
         grant = await stub.Acquire(_acquire(hashes=b"".join(hashes)))
         assert (grant.usable_blocks, grant.parts, grant.incarnation) == (3, NAMESPACE.parts, 3)
@@ -108,7 +108,7 @@ def _acquire(**changes: Any) -> store_pb2.PeerAcquireRequest:
 async def test_bad_acquire_is_answered_with_its_error_type(
     node: PeerNode, changes: dict[str, Any], kind: type[Exception]
 ) -> None:
-    async with timeout(10), grpc.aio.insecure_channel(node.grpc_address) as channel:
+    async with timeout(30), grpc.aio.insecure_channel(node.grpc_address) as channel:
         stub: Any = store_pb2_grpc.PeerStub(channel)  # type: ignore[no-untyped-call]
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub.Acquire(_acquire(**changes))
@@ -118,7 +118,7 @@ async def test_bad_acquire_is_answered_with_its_error_type(
 
 
 async def test_message_over_the_limit_is_refused_and_the_server_lives(node: PeerNode) -> None:
-    async with timeout(20), grpc.aio.insecure_channel(node.grpc_address) as channel:
+    async with timeout(60), grpc.aio.insecure_channel(node.grpc_address) as channel:
         stub: Any = store_pb2_grpc.PeerStub(channel)  # type: ignore[no-untyped-call]
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub.Acquire(_acquire(hashes=bytes(17 * 1024 * 1024)))
@@ -128,7 +128,7 @@ async def test_message_over_the_limit_is_refused_and_the_server_lives(node: Peer
 
 
 async def test_operators_get_status_and_problems(node: PeerNode) -> None:
-    async with timeout(10), grpc.aio.insecure_channel(node.grpc_address) as channel:
+    async with timeout(30), grpc.aio.insecure_channel(node.grpc_address) as channel:
         stub: Any = store_pb2_grpc.OperatorStub(channel)  # type: ignore[no-untyped-call]
         assert (await stub.Status(store_pb2.StatusRequest())).state == "serving"
         assert list((await stub.Check(store_pb2.CheckRequest())).problems) == [
@@ -150,7 +150,7 @@ async def test_a_daemon_that_recovers_answers_its_state_and_nothing_else() -> No
     server = GrpcServer(DaemonSection(grpc_port=0), life, OperatorGate())
     address = await server.start()
     try:
-        async with timeout(20), grpc.aio.insecure_channel(address) as channel:
+        async with timeout(60), grpc.aio.insecure_channel(address) as channel:
             operators: Any = store_pb2_grpc.OperatorStub(channel)  # type: ignore[no-untyped-call]
             status = await operators.Status(store_pb2.StatusRequest())
             assert (status.node_id, status.state, status.incarnation) == ("a", "recovering", 0)

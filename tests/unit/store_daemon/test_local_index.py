@@ -157,7 +157,7 @@ def test_second_process_is_refused_until_the_first_is_gone(data_dir: Path) -> No
         with pytest.raises(PreflightError, match=f"pid {process.pid}"):
             LocalIndex.open(data_dir, NODE)
         process.kill()
-        process.wait(10)
+        process.wait(60)
     LocalIndex.open(data_dir, NODE).close()
 
 

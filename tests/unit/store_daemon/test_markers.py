@@ -50,7 +50,7 @@ async def live_once(directory: Path) -> None:
     daemon = Daemon(settings_in(directory))
     task = asyncio.ensure_future(daemon.run())
     waiting = asyncio.ensure_future(daemon.is_serving.wait())
-    async with timeout(20):
+    async with timeout(60):
         await asyncio.wait({task, waiting}, return_when=asyncio.FIRST_COMPLETED)
         waiting.cancel()
         daemon.stop()

@@ -189,7 +189,7 @@ async def test_followers_of_the_events_are_counted(scraped: Scraped) -> None:
 
 async def anext_of(stream: AsyncIterator[object]) -> object:
     """`anext`, with a deadline."""
-    return await asyncio.wait_for(stream.__anext__(), 10)
+    return await asyncio.wait_for(stream.__anext__(), 30)
 
 
 def test_a_histogram_counts_at_most_each_bound() -> None:

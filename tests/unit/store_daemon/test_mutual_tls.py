@@ -27,7 +27,7 @@ from tests.helpers.peer_doubles import chain, small_namespace
 from tests.helpers.peer_node import PeerNode, peer_node
 
 NAMESPACE = small_namespace()
-SECONDS = 20.0
+SECONDS = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ async def state_of(address: str, tls: Tls | None) -> str:
     async with open_channel(address, tls, CHANNEL_OPTIONS) as channel:
         stub = store_pb2_grpc.OperatorStub(channel)  # type: ignore[no-untyped-call]
         try:
-            return str((await stub.Status(store_pb2.StatusRequest(), timeout=5)).state)
+            return str((await stub.Status(store_pb2.StatusRequest(), timeout=90)).state)
         except grpc.aio.AioRpcError as error:
             raise ember_error(error, "daemon") from None
 
@@ -136,7 +136,7 @@ async def test_the_index_follows_daemons_and_answers_over_tls(authority: Authori
 
 async def followed(client: IndexClient, node: PeerNode) -> None:
     """Store three blocks at the node and wait until the index counts them."""
-    asyncio.run_coroutine_threadsafe(_store(node), node.loop).result(10)
+    asyncio.run_coroutine_threadsafe(_store(node), node.loop).result(30)
     async with timeout(SECONDS):
         while True:
             known = await client.nodes()
@@ -178,7 +178,7 @@ def test_a_key_with_a_password_is_refused_and_never_asks(
         ["openssl", "pkcs8", "-topk8", "-passout", "pass:secret", *paths],
         check=True,
         capture_output=True,
-        timeout=30,
+        timeout=90,
     )
     with pytest.raises(ConfigError, match="password"):
         Tls.read(TlsFiles(files.cert, locked, files.ca))

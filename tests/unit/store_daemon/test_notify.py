@@ -21,7 +21,7 @@ from store_daemon.notify import ServiceManager
 def manager_socket(address: str) -> Iterator[socket.socket]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as heard:
         heard.bind(address)
-        heard.settimeout(10)
+        heard.settimeout(30)
         yield heard
 
 
@@ -53,7 +53,7 @@ async def test_the_watchdog_is_kept_only_while_all_is_well(tmp_path: Path) -> No
         manager = ServiceManager.of_environment(environ, 7)
         assert manager.watchdog_seconds == 0.02
         task = asyncio.ensure_future(manager.keep_watchdog(lambda: healthy[0]))
-        async with timeout(10):
+        async with timeout(30):
             for _ in range(3):
                 assert await asyncio.to_thread(heard.recv, 100) == b"WATCHDOG=1"
         healthy[0] = False

@@ -100,11 +100,11 @@ async def operated(directory: Path) -> AsyncIterator[Operated]:
 
     daemon = Daemon(load(), load)
     task = asyncio.ensure_future(daemon.run())
-    async with timeout(20):
+    async with timeout(60):
         await daemon.is_serving.wait()
     assert daemon.endpoints is not None
     hashes = chain(NAMESPACE, 10)
-    client = AsyncClient(directory / "s", NAMESPACE)
+    client = AsyncClient(directory / "s", NAMESPACE, timeout_seconds=30.0)
     try:
         staged = await client.stage(hashes)
         for number in staged.granted:
@@ -112,7 +112,7 @@ async def operated(directory: Path) -> AsyncIterator[Operated]:
         await staged.commit()
         store = daemon.store
         assert store is not None
-        async with timeout(20):
+        async with timeout(60):
             while store.holdings.blocks_of(Tier.SSD) < 10 or any(  # noqa: ASYNC110
                 block.pins for block in store.holdings.catalog.blocks.values()
             ):
@@ -126,7 +126,7 @@ async def operated(directory: Path) -> AsyncIterator[Operated]:
     finally:
         await client.close()
         daemon.stop()
-        async with timeout(20):
+        async with timeout(60):
             await task
 
 
@@ -287,14 +287,14 @@ async def test_a_reload_changes_the_running_store(op: Operated, tmp_path: Path) 
     assert pinned.limit_bytes == 1 << 18
     (tenant,) = (await op.stub.Quotas(pb.QuotasRequest())).tenants
     assert tenant.dram_limit_bytes == 8192
-    client = AsyncClient(tmp_path / "s", NAMESPACE)
+    client = AsyncClient(tmp_path / "s", NAMESPACE, timeout_seconds=30.0)
     lease = await client.acquire(op.hashes)
     assert lease.usable_blocks == 10
     assert 20 < lease._expires_at - time.monotonic() <= 33
     await lease.release()
     await client.close()
     await op.stub.Unpin(pb.UnpinRequest())
-    client = AsyncClient(tmp_path / "s", NAMESPACE)
+    client = AsyncClient(tmp_path / "s", NAMESPACE, timeout_seconds=30.0)
     await (await client.stage(chain(NAMESPACE, 1, 5))).abort()
     await client.close()
     assert op.store.holdings.pool.slots.usage <= 0.1  # the new watermark

@@ -123,7 +123,7 @@ async def follow(
 ) -> None:
     """Take from a subscription until both the seq and the number of reports are reached."""
     stream = publisher.subscribe(LIFE, Seq(follower.next_seq))
-    async with timeout(10), aclosing(stream):
+    async with timeout(30), aclosing(stream):
         async for published in stream:
             follower.take(published)
             if follower.needed or (
@@ -157,12 +157,12 @@ async def test_from_seq_0_counts_as_1_and_the_next_seq_replays_nothing() -> None
     publisher, residency = make()
     residency.store(Tier.DRAM, {1})
     stream = publisher.subscribe(LIFE, Seq(0))
-    async with timeout(5), aclosing(stream):
+    async with timeout(30), aclosing(stream):
         report_or_batch = await stream.__anext__()
         assert isinstance(report_or_batch, EventBatch)
         assert report_or_batch.seq_first == 1
     stream = publisher.subscribe(LIFE, Seq(2))
-    async with timeout(5), aclosing(stream):
+    async with timeout(30), aclosing(stream):
         assert isinstance(await stream.__anext__(), NodeReport)
 
 
@@ -200,7 +200,7 @@ async def test_slow_subscriber_never_holds_emit_and_is_sent_to_a_snapshot_when_p
     residency.store(Tier.DRAM, {1})
     slow = Follower()
     stream = publisher.subscribe(LIFE, Seq(1))
-    async with timeout(5), aclosing(stream):
+    async with timeout(30), aclosing(stream):
         slow.take(await stream.__anext__())
         for key in range(2, 200):  # nobody takes these
             residency.store(Tier.DRAM, {key})
@@ -249,7 +249,7 @@ async def test_event_with_too_many_keys_becomes_several_and_batches_stay_bounded
     assert publisher.seq == 4
     follower = Follower()
     stream = publisher.subscribe(LIFE, Seq(1))
-    async with timeout(10), aclosing(stream):
+    async with timeout(30), aclosing(stream):
         while follower.next_seq <= 4:
             published = await stream.__anext__()
             if isinstance(published, EventBatch):
@@ -295,7 +295,7 @@ async def test_more_snapshots_than_allowed_wait_their_turn() -> None:
     await asyncio.sleep(0.02)
     assert not waiting.done()
     await held[0].aclose()
-    async with timeout(5):
+    async with timeout(30):
         assert len(await waiting) == 2
     for stream in held[1:]:
         await stream.aclose()
@@ -344,7 +344,7 @@ async def test_bucket_xors_of_the_first_report_are_those_of_its_seq() -> None:
     residency.store(Tier.DRAM, set(keys))
     residency.remove(Tier.DRAM, set(keys[:20]))
     stream = publisher.subscribe(LIFE, Seq(1), BucketWish(xors=True))
-    async with timeout(5), aclosing(stream):
+    async with timeout(30), aclosing(stream):
         report = next(
             p
             for p in [await stream.__anext__(), await stream.__anext__()]
@@ -367,7 +367,7 @@ async def test_many_subscribers_that_repair_at_once_take_turns_and_events_flow_o
         nonlocal most
         rows = 0
         stream = publisher.subscribe(LIFE, Seq(2), wish)
-        async with timeout(10), aclosing(stream):
+        async with timeout(30), aclosing(stream):
             async for published in stream:
                 most = max(most, len(publisher._scans))
                 rows += isinstance(published, BucketRows)
@@ -392,7 +392,7 @@ async def test_bucket_too_large_for_a_message_needs_a_snapshot(
     residency.store(Tier.DRAM, set(random_keys(2000)))
     wish = BucketWish(rows=(BucketChoice(Tier.DRAM, (0, 1, 2)),))
     stream = publisher.subscribe(LIFE, Seq(2), wish)
-    async with timeout(5), aclosing(stream):
+    async with timeout(30), aclosing(stream):
         *_, last = [published async for published in stream]
     assert last == SnapshotNeeded(LIFE, Seq(1), NodeId("n"))
     assert not publisher._scans
@@ -417,7 +417,7 @@ async def test_close_ends_subscriptions() -> None:
     await asyncio.sleep(0.02)
     assert publisher.subscribers == 1
     publisher.close()
-    async with timeout(5):
+    async with timeout(30):
         await following
     assert publisher.subscribers == 0
 

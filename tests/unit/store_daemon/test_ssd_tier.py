@@ -331,7 +331,7 @@ def test_readers_see_right_bytes_or_a_miss_while_the_tier_turns_over(tmp_path: P
             finally:
                 stop.set()
             for reader in readers:
-                reader.result(timeout=20)
+                reader.result(timeout=90)
         assert counts["read"] > 100
 
 

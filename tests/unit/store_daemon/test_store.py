@@ -274,7 +274,7 @@ async def test_a_read_that_reclaim_overtakes_is_no_error_of_the_drive(make: Make
     is_reclaimed, read_into = threading.Event(), ssd.read_into
 
     def read_late(row: SsdRow, target: memoryview) -> None:
-        assert is_reclaimed.wait(10)
+        assert is_reclaimed.wait(60)
         read_into(row, target)
 
     with mock.patch.object(ssd, "read_into", read_late):

@@ -307,7 +307,7 @@ async def test_blocks_that_an_earlier_life_left_unwritten_are_checked_and_writte
     assert places(small, hashes) == "d" * 10
     assert not any(catalog.blocks[h].is_verified for h in hashes)
     small.store.start()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while places(small, hashes) != "b" * 10 or not all(
         catalog.blocks[h].is_verified for h in hashes
     ):

@@ -43,9 +43,9 @@ def make_store(cfg: EngineSection) -> FakeStore:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while not condition():
-        assert time.monotonic() < deadline, "it did not come about in 10 s"
+        assert time.monotonic() < deadline, "it did not come about in 30 s"
         time.sleep(0.002)
 
 
@@ -154,11 +154,11 @@ def test_a_slow_store_is_not_waited_for_longer_than_recomputing_takes() -> None:
     store = make_store(cfg)
     with running_engine(cfg, store) as engine:
         expected = ask(engine, [prompt], ANSWER)[0].tokens
-    store.hang_seconds = 1.0
+    store.hang_seconds = 5.0
     with running_engine(cfg, store) as engine:
         began = time.monotonic()
         heard = ask(engine, [prompt], ANSWER)[0]
-        assert time.monotonic() - began < 0.9
+        assert time.monotonic() - began < 4.5
         assert engine.count("load_given_up") == 1
     assert (heard.tokens, heard.cached) == (expected, {})
 
