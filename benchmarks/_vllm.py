@@ -57,10 +57,10 @@ def transfer_config(socket_path: Path, **extra: Any) -> dict[str, Any]:
     }
 
 
-def make_model(directory: Path) -> None:
-    """Write the tiny model to `directory`, and adapter_a and adapter_b beside it."""
+def make_model(directory: Path, writer: str = "tiny_llama") -> None:
+    """Write a tiny model to `directory`; tiny_llama has adapter_a and adapter_b beside it."""
     subprocess.run(
-        [python(), "-m", "client_sdk.engine.tiny_llama", directory],
+        [python(), "-m", f"client_sdk.engine.{writer}", directory],
         check=True,
         timeout=START_SECONDS,
         env=environment(),

@@ -21,7 +21,8 @@ LAYERS = 4
 SPECIALS = ("<s>", "</s>", "<pad>")
 
 
-def write_model(directory: Path) -> None:
+def write_tokenizer(directory: Path) -> dict[str, int]:
+    """Byte-level, with a chat template. Returns the ids that a model's config names."""
     words = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *SPECIALS]
     words += [f"<unused{n}>" for n in range(VOCABULARY - len(words))]
     vocabulary = {word: number for number, word in enumerate(words)}
@@ -36,6 +37,12 @@ def write_model(directory: Path) -> None:
         "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}[assistant] "
     )
     fast.save_pretrained(directory)
+    ids = (vocabulary[word] for word in SPECIALS)
+    return dict(zip(("bos_token_id", "eos_token_id", "pad_token_id"), ids, strict=True))
+
+
+def write_model(directory: Path) -> None:
+    ids = write_tokenizer(directory)
     torch.manual_seed(20)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -46,11 +53,9 @@ def write_model(directory: Path) -> None:
         num_key_value_heads=2,
         head_dim=64,
         max_position_embeddings=8192,
-        bos_token_id=vocabulary["<s>"],
-        eos_token_id=vocabulary["</s>"],
-        pad_token_id=vocabulary["<pad>"],
         initializer_range=0.08,  # wide enough that the output depends on every cached byte
         tie_word_embeddings=False,
+        **ids,
     )
     LlamaForCausalLM(config).to(torch.float32).save_pretrained(directory)
 
