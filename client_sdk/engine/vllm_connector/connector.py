@@ -6,6 +6,7 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -23,7 +24,7 @@ from client_sdk.engine.vllm_connector.plan import StepPlan, StepReport
 from client_sdk.engine.vllm_connector.scheduling import SchedulerHalf
 from client_sdk.engine.vllm_connector.settings import ConnectorSettings
 from client_sdk.engine.vllm_connector.stats import EmberPromMetrics, EmberStats
-from client_sdk.engine.vllm_connector.transfer import Ended, WorkerHalf
+from client_sdk.engine.vllm_connector.transfer import Ended, GroupLink, WorkerHalf
 from client_sdk.sync_client import SyncClient
 from emberkv_proto.errors import EmberError
 from emberkv_proto.types import EngineInfo, Source
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.forward_context import ForwardContext
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -92,6 +94,10 @@ class EmberConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         except EmberError as error:
             log.warning("EmberKV is off for this engine: %s", error)
             return
+        if self._shape.is_hybrid and not self._settings.load_async:
+            # Only of a load between steps can vLLM be told that a request's pages are not filled.
+            log.warning("EmberKV: load_async is true for models with several groups or windows")
+            self._settings = replace(self._settings, load_async=True)
         if role is KVConnectorRole.SCHEDULER:
             ranks = int(vllm_config.parallel_config.tensor_parallel_size)
             client = self._client(
@@ -108,6 +114,14 @@ class EmberConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 log.warning("EmberKV: the engine starts without its store: %s", error)
 
     # ---- scheduler ----
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        if self._scheduler is not None:
+            self._scheduler.holds.bind(gpu_block_pool)
+
+    def has_pending_block_frees(self) -> bool:
+        """Whether waiting for saves frees pages, so that no request need be preempted."""
+        return self._scheduler is not None and not self._scheduler.holds.is_empty
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -178,6 +192,7 @@ class EmberConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
+        """As `request_finished`: saves name the pages of all groups themselves."""
         return self.request_finished(request, block_ids[0] if block_ids else [])
 
     def take_events(self) -> Iterable[KVCacheEvent]:
@@ -196,7 +211,7 @@ class EmberConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return
         shape, settings = self._shape, self._settings
         try:
-            pages = EnginePages(kv_caches, shape)
+            pages = [EnginePages(kv_caches, group, shape.num_pages) for group in shape.groups]
         except EmberError as error:
             # The scheduler's half looks blocks up all the same; each load then fails and is
             # computed again. Better slow than wrong.
@@ -204,18 +219,22 @@ class EmberConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return
         rank = _tensor_parallel_rank()
         # Their threads may wait, unlike the scheduler: as long as a load may take.
-        loader, saver = (
-            self._client(shape, rank, job, settings.load_seconds) for job in ("load", "save")
-        )
-        self._worker = WorkerHalf(
-            loader,
-            saver,
-            pages,
-            shape.layer_names,
-            shape.pages_per_block,
-            settings.load_seconds,
-            settings.verify,
-        )
+        links = [
+            GroupLink(
+                group,
+                *(
+                    self._client(
+                        shape,
+                        number * shape.namespace.shards + rank,
+                        job,
+                        settings.load_seconds,
+                    )
+                    for job in ("load", "save")
+                ),
+            )
+            for number, group in enumerate(pages)
+        ]
+        self._worker = WorkerHalf(links, settings.load_seconds, settings.verify)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         # Not guarded: were it to fail, pages could be saved that others write.
@@ -227,7 +246,7 @@ class EmberConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._worker is None:
             # Nothing will fill these pages: say so, or the engine takes them for filled.
             for load in plan.loads:
-                self._ended.failed_pages.update(load.pages)
+                self._ended.failed_pages.update(page for part in load.groups for page in part.pages)
                 self._ended.received.add(load.request_id)
                 self._ended.report.failed_loads.add(load.request_id)
         elif self._settings.load_async:
@@ -245,9 +264,10 @@ class EmberConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Nothing: whole blocks are saved after the step, when all layers are final."""
 
     def wait_for_save(self) -> None:
-        if self._worker is None:
-            return
         plan = self._plan()
+        if self._worker is None:
+            self._ended.report.saves_ended.update({save.number: 1 for save in plan.saves})
+            return
         self._worker.wait_for_step()
         self._worker.save(plan.saves)
         self._worker.leave(plan.finished)
@@ -261,10 +281,19 @@ class EmberConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         received = ended.received if self._settings.load_async else set()
         return ended.sent or None, received or None
 
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """As `get_finished`, and the requests whose load failed."""
+        results = super().get_transfer_results(finished_req_ids)
+        if self._shape is not None and self._shape.is_hybrid:
+            results.failed_recving = set(self._ended.report.failed_loads)
+        return results
+
     def get_block_ids_with_load_errors(self) -> set[int]:
         failed, self._ended.failed_pages = self._ended.failed_pages, set()
         self._ended.received = set()
-        return failed
+        # Of several groups vLLM takes no pages, and where windows have moved on, the pages before
+        # a failed one are not there: such a request begins anew, see `get_transfer_results`.
+        return set() if self._shape is not None and self._shape.is_hybrid else failed
 
     def build_connector_worker_meta(self) -> StepReport | None:
         report, self._ended.report = self._ended.report, StepReport()
@@ -343,7 +372,7 @@ class EmberConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             dp_rank=rank,
             events_endpoint=endpoints.events,
             replay_endpoint=endpoints.replay,
-            engine_block_tokens=shape.page_tokens,
+            engine_block_tokens=shape.told_group.page_tokens,
         )
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from client_sdk.engine.vllm_connector.identity import PageShape
+from client_sdk.engine.vllm_connector.identity import PageGroup
 from client_sdk.engine.weights import UnsupportedEngineError
 
 # A leased view is read-only, and torch has no read-only tensors: it is only ever copied from.
@@ -41,17 +41,16 @@ class Fence:
 
 
 class EnginePages:
-    """All layers' pages. `slot` is a block's payload: layer after layer, its pages in order."""
+    """All pages of a group's layers.
 
-    def __init__(self, caches: dict[str, torch.Tensor], shape: PageShape) -> None:
+    `slot` is the payload of a block's part: layer after layer, its pages in order.
+    """
+
+    def __init__(self, caches: dict[str, torch.Tensor], group: PageGroup, num_pages: int) -> None:
         """Raises UnsupportedEngineError when a layer's tensor is not made of such pages."""
-        self._shape = shape
-        self._layers = [_runs(name, caches, shape) for name in shape.layer_names]
+        self.group = group
+        self._layers = [_runs(name, caches, group, num_pages) for name in group.layer_names]
         self.is_on_host = self._layers[0][0].pages.device.type == "cpu"
-
-    @property
-    def layers(self) -> int:
-        return len(self._layers)
 
     def save(self, pages: Sequence[int], slot: memoryview) -> None:
         """Copy a block's pages of every layer into its slot."""
@@ -86,21 +85,23 @@ class EnginePages:
             torch.cuda.current_stream().synchronize()
 
     def _rows(self, slot: memoryview) -> torch.Tensor:
-        shape = (len(self._layers), self._shape.pages_per_block, self._shape.page_bytes)
+        shape = (len(self._layers), self.group.pages_per_block, self.group.page_bytes)
         return torch.from_numpy(np.frombuffer(slot, np.uint8)).view(shape)
 
 
-def _runs(name: str, caches: dict[str, torch.Tensor], shape: PageShape) -> list[_Run]:
+def _runs(
+    name: str, caches: dict[str, torch.Tensor], group: PageGroup, num_pages: int
+) -> list[_Run]:
     tensor = caches.get(name)
     if tensor is None:
         raise UnsupportedEngineError(f"layer {name} has no cache of its own")
-    if tensor.shape[0] == shape.num_pages:
+    if tensor.shape[0] == num_pages:
         parts = [tensor]
-    elif tensor.shape[:2] == (2, shape.num_pages):  # keys apart from values
+    elif tensor.shape[:2] == (2, num_pages):  # keys apart from values
         parts = [tensor[0], tensor[1]]
     else:
         raise UnsupportedEngineError(
-            f"{name} has shape {tuple(tensor.shape)}, not one of {shape.num_pages} pages"
+            f"{name} has shape {tuple(tensor.shape)}, not one of {num_pages} pages"
         )
     runs, start = [], 0
     for part in parts:
@@ -115,8 +116,8 @@ def _runs(name: str, caches: dict[str, torch.Tensor], shape: PageShape) -> list[
         pages = part.view(torch.uint8).flatten(1)
         runs.append(_Run(start, pages))
         start += pages.shape[1]
-    if start != shape.page_bytes:
+    if start != group.page_bytes:
         raise UnsupportedEngineError(
-            f"a page of {name} has {start} bytes, its cache spec says {shape.page_bytes}"
+            f"a page of {name} has {start} bytes, its cache spec says {group.page_bytes}"
         )
     return runs

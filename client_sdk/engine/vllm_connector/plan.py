@@ -13,20 +13,31 @@ from emberkv_proto.types import BlockHash, SaltId
 
 
 @dataclass(frozen=True, slots=True)
-class LoadPlan:
-    """Fill `pages` of the engine from consecutive blocks, beginning `skip_pages` into the first."""
+class GroupLoad:
+    """Fill `pages` of a group from consecutive blocks, whose first `skip_pages` are left out."""
 
-    request_id: str
+    group: int
     hashes: tuple[BlockHash, ...]
     skip_pages: int
     pages: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class SavePlan:
-    """Keep full blocks: `pages` are theirs, block by block."""
+class LoadPlan:
+    """What a request waits for: of each group the pages that a hit of its length needs."""
 
     request_id: str
+    groups: tuple[GroupLoad, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SavePlan:
+    """Keep full blocks of one group: `pages` are theirs, block by block."""
+
+    number: int
+    """Names this save in reports."""
+    request_id: str
+    group: int
     hashes: tuple[BlockHash, ...]
     parent: BlockHash | None
     pages: tuple[int, ...]
@@ -50,8 +61,8 @@ class StepPlan(KVConnectorMetadata):  # type: ignore[misc]
 class StepReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """What ended in this step."""
 
-    saves_ended: dict[str, int] = field(default_factory=dict)
-    """By request, well or not."""
+    saves_ended: dict[int, int] = field(default_factory=dict)
+    """Of each save how many ranks have ended it, well or not."""
     failed_loads: set[str] = field(default_factory=set)
     """Requests whose load did not fill every page."""
 
@@ -61,7 +72,7 @@ class StepReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> StepReport:
         assert isinstance(other, StepReport)
-        for request_id, ended in other.saves_ended.items():
-            self.saves_ended[request_id] = self.saves_ended.get(request_id, 0) + ended
+        for number, ranks in other.saves_ended.items():
+            self.saves_ended[number] = self.saves_ended.get(number, 0) + ranks
         self.failed_loads |= other.failed_loads
         return self

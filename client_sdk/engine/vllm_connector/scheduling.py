@@ -20,15 +20,22 @@ from client_sdk.engine.vllm_connector.handover import (
     handover_params,
     is_handed_over,
 )
-from client_sdk.engine.vllm_connector.identity import PageShape
-from client_sdk.engine.vllm_connector.plan import LoadPlan, SavePlan, StepPlan, StepReport
+from client_sdk.engine.vllm_connector.holds import PageHolds
+from client_sdk.engine.vllm_connector.identity import NULL_PAGE, PageGroup, PageShape
+from client_sdk.engine.vllm_connector.plan import (
+    GroupLoad,
+    LoadPlan,
+    SavePlan,
+    StepPlan,
+    StepReport,
+)
 from client_sdk.engine.vllm_connector.settings import ConnectorSettings
 from client_sdk.engine.vllm_connector.stats import EmberStats
 from client_sdk.prefetch import Prefetch
 from client_sdk.sync_borrowed import Lease
 from client_sdk.sync_client import SyncClient
 from emberkv_proto.errors import EmberError
-from emberkv_proto.types import AcquirePolicy, Source
+from emberkv_proto.types import AcquirePolicy, BlockHash, Source
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -48,6 +55,8 @@ class _Known:
 
     request: Request
     chain: RequestChain
+    pages: list[list[int]]
+    """Of each group. A window's first ones may be the engine's no more: see `live_from`."""
     ahead: Prefetch | None = None
     """What was sent for when the request came."""
     arrival: Arrival | None = None
@@ -63,11 +72,10 @@ class _Known:
     """A load failed: the rest of this request is computed."""
     computed_tokens: int = 0
     """Of the last lookup: where a load would begin."""
-    pages: list[int] = field(default_factory=list)
     saved_blocks: int = 0
     """Leading blocks that the store has, or was told to take."""
-    saves_begun: int = 0
-    saves_ended: int = 0
+    saving: set[int] = field(default_factory=set)
+    """Numbers of saves that have not ended on all ranks."""
 
     def stop_waiting(self) -> None:
         """Bring nothing ahead any more."""
@@ -85,11 +93,18 @@ class _Known:
                 lease.release()
 
 
+@dataclass(eq=False, slots=True)
+class _Saving:
+    known: _Known
+    ranks: int = 0
+    """That have ended it."""
+
+
 class SchedulerHalf:
     """Plans of loads and saves. One thread uses it.
 
     Args:
-        client: a session for part 0; a block is found once the parts of all ranks are there.
+        client: a session for part 0; a hit is what the parts of all ranks and groups make one.
         ranks: workers that each report the end of a save.
         stats: counts of both halves go into it.
     """
@@ -107,8 +122,12 @@ class SchedulerHalf:
         self._ranks = ranks
         self._settings = settings
         self._stats = stats
+        self.holds = PageHolds()
+        """Pages of windows that move on while their blocks are saved."""
         self._known: dict[str, _Known] = {}
         self._uncacheable: set[str] = set()
+        self._saves: dict[int, _Saving] = {}
+        self._last_save = 0
         self._loads: list[LoadPlan] = []
         self._loading: list[_Known] = []
         """Loads of the step that was planned last, where steps wait for their loads."""
@@ -177,9 +196,7 @@ class SchedulerHalf:
         if self._awaits_peers(lease):
             blocks = min(lease.ready_blocks, lease.sources.index(Source.PEER))
         known.saved_blocks = blocks
-        page = self._shape.page_tokens
-        limit = (int(request.num_tokens) - 1) // page * page
-        found = min(blocks * self._shape.block_tokens, limit) - computed_tokens
+        found = min(blocks * self._shape.block_tokens, self._limit(request)) - computed_tokens
         if found <= 0:
             known.release()
         return max(found, 0)
@@ -189,20 +206,14 @@ class SchedulerHalf:
         if tokens <= 0:
             return
         known = self._known[request.request_id]
-        shape = self._shape
+        size = self._shape.block_tokens
         first, last = known.computed_tokens, known.computed_tokens + tokens
-        start = first // shape.block_tokens
-        stop = -(-last // shape.block_tokens)
-        pages = blocks.get_block_ids()[0][first // shape.page_tokens : last // shape.page_tokens]
-        self._stats.count("hit_blocks", stop - start)
-        self._loads.append(
-            LoadPlan(
-                request.request_id,
-                tuple(known.chain.hashes[start:stop]),
-                first // shape.page_tokens - start * shape.pages_per_block,
-                tuple(pages),
-            )
+        self._stats.count("hit_blocks", -(-last // size) - first // size)
+        parts = (
+            self._group_load(known.chain, number, pages, first, last)
+            for number, pages in enumerate(blocks.get_block_ids())
         )
+        self._loads.append(LoadPlan(request.request_id, tuple(p for p in parts if p.pages)))
 
     def tokens_by_source(self, request: Request, tokens: int) -> dict[Source, int]:
         """Where the `tokens` of the load just planned were when they were looked up."""
@@ -234,23 +245,24 @@ class SchedulerHalf:
             preempted = self._known.get(request_id)
             if preempted is not None:
                 preempted.release()
-                preempted.pages = []
+                preempted.pages = self._no_pages()
                 preempted.is_looked_up = False
         for new in output.scheduled_new_reqs:
             fresh = self._known.get(new.req_id)
             if fresh is not None:
-                fresh.pages = list(new.block_ids[0])
+                fresh.pages = [list(pages) for pages in new.block_ids]
                 self._save(plan, fresh, new.num_computed_tokens, output)
         cached = output.scheduled_cached_reqs
         for number, request_id in enumerate(cached.req_ids):
             running = self._known.get(request_id)
             if running is None:
                 continue
-            pages = cached.new_block_ids[number]
+            added = cached.new_block_ids[number] or self._no_pages()
             if request_id in cached.resumed_req_ids:
-                running.pages = list(pages[0]) if pages is not None else []
-            elif pages is not None:
-                running.pages += pages[0]
+                running.pages = [list(pages) for pages in added]
+            else:
+                for pages, more in zip(running.pages, added, strict=True):
+                    pages += more
             self._save(plan, running, cached.num_computed_tokens[number], output)
         return plan
 
@@ -261,11 +273,13 @@ class SchedulerHalf:
             if known is not None:
                 # Computed from here on: to look it up again could promise the same for ever.
                 known.gave_up = True
-        for request_id, ended in report.saves_ended.items():
-            known = self._known.get(request_id) or self._leaving.get(request_id)
-            if known is None:
-                continue
-            known.saves_ended += ended
+        for number, ranks in report.saves_ended.items():
+            save = self._saves[number]
+            save.ranks += ranks
+            if save.ranks >= self._ranks:
+                del self._saves[number]
+                save.known.saving.remove(number)
+                self.holds.release(number)
 
     def loaded(self, requests: Iterable[str]) -> None:
         """Loads between steps have ended, well or not."""
@@ -301,7 +315,7 @@ class SchedulerHalf:
         if known is not None:
             known.release()
             known.stop_waiting()
-        if known is None or known.saves_ended >= known.saves_begun * self._ranks:
+        if known is None or not known.saving:
             return False
         self._leaving[request.request_id] = known
         self._finished.add(request.request_id)
@@ -312,9 +326,10 @@ class SchedulerHalf:
         assert not self._known.keys() & self._leaving.keys()
         assert not self._known.keys() & self._uncacheable
         assert all(load.request_id in self._known for load in self._loads)
-        for known in (*self._known.values(), *self._leaving.values()):
-            assert known.saves_ended <= known.saves_begun * self._ranks
         assert all(known.lease is None for known in self._leaving.values())
+        assert all(number in save.known.saving for number, save in self._saves.items())
+        assert all(save.ranks < self._ranks for save in self._saves.values())
+        self.holds.check_integrity(self._saves.keys())
 
     # ---- inside ----
 
@@ -328,14 +343,20 @@ class SchedulerHalf:
                     self._uncacheable.add(request.request_id)
                     self._stats.count("uncacheable_requests")
                 return None
-            known = self._known[request.request_id] = _Known(request, chain)
+            known = self._known[request.request_id] = _Known(request, chain, self._no_pages())
         return known
+
+    def _no_pages(self) -> list[list[int]]:
+        return [[] for _ in self._shape.groups]
 
     def _look_up(self, known: _Known) -> None:
         """Lease what the store has of a request, and have what is slow to load on its way."""
         known.release()
         known.is_looked_up = True
         hashes = known.chain.grow(_tokens(known.request))
+        if self._shape.is_hybrid:
+            # Such a hit is not to be cut where it ends within the last block: see `is_hybrid`.
+            hashes = hashes[: self._limit(known.request) // self._shape.block_tokens]
         self._stats.count("lookups")
         if not hashes:
             return
@@ -368,30 +389,78 @@ class SchedulerHalf:
             self._stats.count("failed_lookups")
             known.release()
 
+    def _limit(self, request: Request) -> int:
+        """Tokens that a load may fill at most: whole pages before the last token."""
+        page = self._shape.groups[0].page_tokens
+        return (int(request.num_tokens) - 1) // page * page
+
+    def _group_load(
+        self, chain: RequestChain, number: int, table: Sequence[int], first: int, last: int
+    ) -> GroupLoad:
+        """A group's pages among the tokens `first` to `last`: a window has the last of them."""
+        group = self._shape.groups[number]
+        begin, end = first // group.page_tokens, last // group.page_tokens
+        while begin < end and table[begin] == NULL_PAGE:
+            begin += 1
+        step = self._shape.lookup_step
+        start = begin // group.pages_per_block // step * step
+        stop = -(-last // self._shape.block_tokens)
+        return GroupLoad(
+            number,
+            tuple(chain.hashes[start:stop]),
+            begin - start * group.pages_per_block,
+            tuple(table[begin:end]),
+        )
+
     def _save(self, plan: StepPlan, known: _Known, computed: int, output: SchedulerOutput) -> None:
         """Plan to keep the blocks that are full once this step has run."""
-        shape, request = self._shape, known.request
+        size, request = self._shape.block_tokens, known.request
         tokens = _tokens(request)
         after = min(computed + output.num_scheduled_tokens[request.request_id], len(tokens))
-        full = min(after // shape.block_tokens, len(known.pages) // shape.pages_per_block)
+        full = after // size
         # After a failed load the engine computes again what we took for saved.
-        first = min(known.saved_blocks, computed // shape.block_tokens)
+        first = min(known.saved_blocks, computed // size)
         if full <= first:
             return
         hashes = known.chain.grow(tokens)
-        pages = known.pages[first * shape.pages_per_block : full * shape.pages_per_block]
-        parent = hashes[first - 1] if first else None
+        for number, group in enumerate(self._shape.groups):
+            pages = known.pages[number]
+            begin = max(first, _first_whole(group, pages, computed))
+            end = min(full, len(pages) // group.pages_per_block)
+            if begin < end:
+                self._plan_save(plan, known, number, begin, hashes[:end])
+        known.saved_blocks = full
+
+    def _plan_save(
+        self, plan: StepPlan, known: _Known, number: int, begin: int, hashes: Sequence[BlockHash]
+    ) -> None:
+        group = self._shape.groups[number]
+        first, last = (block * group.pages_per_block for block in (begin, len(hashes)))
+        pages = tuple(known.pages[number][first:last])
+        self._last_save += 1
         plan.saves.append(
             SavePlan(
-                request.request_id,
-                tuple(hashes[first:full]),
-                parent,
-                tuple(pages),
+                self._last_save,
+                known.request.request_id,
+                number,
+                tuple(hashes[begin:]),
+                hashes[begin - 1] if begin else None,
+                pages,
                 known.chain.salt_id,
             )
         )
-        known.saves_begun += 1
-        known.saved_blocks = full
+        self._saves[self._last_save] = _Saving(known)
+        known.saving.add(self._last_save)
+        if not group.needs_all:
+            self.holds.hold(self._last_save, pages)
+
+
+def _first_whole(group: PageGroup, pages: Sequence[int], computed: int) -> int:
+    """First block from which on the engine has all pages, until the step that comes is over."""
+    page = group.live_from(computed)
+    while page < len(pages) and pages[page] == NULL_PAGE:
+        page += 1
+    return -(-page // group.pages_per_block)
 
 
 def _tokens(request: Any) -> Sequence[int]:

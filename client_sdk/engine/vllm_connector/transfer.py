@@ -1,7 +1,8 @@
 """The worker's half: moves blocks between the engine's pages and the store's slots.
 
-Loads and saves have a thread and a session each, so neither holds up the other nor the engine. A
-load that fails anywhere names every page it did not fill; a save that fails is a later miss.
+Loads and saves have a thread each, and a session for each group of layers, so neither holds up the
+other nor the engine. A load that fails anywhere names every page it did not fill; a save that fails
+is a later miss.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from client_sdk.engine.vllm_connector.pages import EnginePages, Fence
-from client_sdk.engine.vllm_connector.plan import LoadPlan, SavePlan, StepReport
+from client_sdk.engine.vllm_connector.plan import GroupLoad, LoadPlan, SavePlan, StepReport
 from client_sdk.engine.vllm_connector.stats import EmberStats
 from client_sdk.sync_borrowed import Lease
 from client_sdk.sync_client import SyncClient
@@ -41,8 +42,18 @@ class _Save:
 class _Load:
     plan: LoadPlan
     fence: Fence
-    layers_done: list[threading.Event]
-    filled_pages: int = 0
+    layers_done: dict[str, threading.Event]
+    missing_pages: set[int] = field(default_factory=set)
+    """Once it has ended: pages of the plan that are not known to be filled."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLink:
+    """One group's pages, and this rank's sessions for their part of blocks."""
+
+    pages: EnginePages
+    loader: SyncClient
+    saver: SyncClient
 
 
 @dataclass(slots=True)
@@ -59,23 +70,13 @@ class WorkerHalf:
     """Loads and saves of one rank. The engine's thread calls it; its own threads do the work.
 
     Args:
+        links: of each group, in the namespace's order.
         load_seconds: how long a load may wait for blocks that are not in DRAM.
         verifies: compare what is loaded with its checksum.
     """
 
-    def __init__(
-        self,
-        loader: SyncClient,
-        saver: SyncClient,
-        pages: EnginePages,
-        layer_names: Sequence[str],
-        pages_per_block: int,
-        load_seconds: float,
-        verifies: bool,
-    ) -> None:
-        self._loader, self._saver, self._pages = loader, saver, pages
-        self._layer_numbers = {name: number for number, name in enumerate(layer_names)}
-        self._pages_per_block = pages_per_block
+    def __init__(self, links: Sequence[GroupLink], load_seconds: float, verifies: bool) -> None:
+        self._links = links
         self._load_seconds = load_seconds
         self._verifies = verifies
         self._loads = ThreadPoolExecutor(1, "emberkv-load")
@@ -103,18 +104,18 @@ class WorkerHalf:
 
     def wait_for_layer(self, name: str) -> None:
         """Return once the layer is filled for this step, or is not going to be."""
-        if self._awaited and name in self._layer_numbers:
-            number = self._layer_numbers[name]
-            for load in self._awaited:
-                load.layers_done[number].wait()
+        for load in self._awaited:
+            done = load.layers_done.get(name)
+            if done is not None:
+                done.wait()
 
     def wait_for_step(self) -> None:
         """Return once every load that this step waits for has ended."""
         self._doubted_steps = max(self._doubted_steps - 1, 0)
         for load in self._awaited:
-            for done in load.layers_done:
+            for done in load.layers_done.values():
                 done.wait()
-            if load.filled_pages < len(load.plan.pages):
+            if load.missing_pages:
                 self._doubted_steps = DOUBTED_STEPS
         self._awaited = []
 
@@ -125,11 +126,9 @@ class WorkerHalf:
         """
         if self._doubted_steps:
             with self._lock:
-                ended = self._ended.report.saves_ended
-                for plan in plans:
-                    ended[plan.request_id] = ended.get(plan.request_id, 0) + 1
+                self._ended.report.saves_ended.update({plan.number: 1 for plan in plans})
             return
-        fence = self._pages.fence()
+        fence = self._fence()
         for plan in plans:
             save = _Save(plan, fence)
             with self._lock:
@@ -167,8 +166,9 @@ class WorkerHalf:
         """End what runs, forget what waits."""
         for thread in (self._loads, self._saves):
             thread.shutdown(wait=False, cancel_futures=True)
-        self._loader.close()
-        self._saver.close()
+        for link in self._links:
+            link.loader.close()
+            link.saver.close()
 
     def check_integrity(self) -> None:
         with self._lock:
@@ -177,10 +177,17 @@ class WorkerHalf:
     # ---- our threads ----
 
     def _begin(self, plan: LoadPlan) -> _Load:
-        events = [threading.Event() for _ in range(self._pages.layers)]
-        load = _Load(plan, self._pages.fence(), events)
+        events = {
+            name: threading.Event()
+            for part in plan.groups
+            for name in self._links[part.group].pages.group.layer_names
+        }
+        load = _Load(plan, self._fence(), events)
         self._loads.submit(self._load, load)
         return load
+
+    def _fence(self) -> Fence:
+        return self._links[0].pages.fence()
 
     def _count(self, name: str, by: int = 1) -> None:
         with self._lock:
@@ -188,59 +195,75 @@ class WorkerHalf:
 
     def _load(self, load: _Load) -> None:
         plan = load.plan
-        try:
-            self._fill(load)
-        except EmberError as error:
-            load.filled_pages = 0
-            log.info("load of request %s: %s", plan.request_id, error)
-        except Exception:
-            load.filled_pages = 0
-            log.exception("load of request %s failed in a way it should not", plan.request_id)
-            self._count("errors")
-        finally:
-            missing = plan.pages[load.filled_pages :]
-            with self._lock:
-                self._ended.failed_pages.update(missing)
-                self._ended.received.add(plan.request_id)
-                blocks = -(-len(missing) // self._pages_per_block)
-                if missing:
-                    self._ended.report.failed_loads.add(plan.request_id)
-                    self._stats.count("failed_blocks", blocks)
-                self._stats.count("loaded_blocks", len(plan.hashes) - blocks)
-            for done in load.layers_done:
-                done.set()
-
-    def _fill(self, load: _Load) -> None:
-        """Copy what can be had; count pages as filled once the daemon vouches for them."""
-        plan = load.plan
         deadline = time.monotonic() + self._load_seconds
-        with self._loader.acquire(
-            plan.hashes, policy=AcquirePolicy.TIMEOUT, deadline_seconds=self._load_seconds
-        ) as lease:
-            blocks = self._readable(lease, deadline)
-            views = [lease.view(block) for block in range(blocks)]
-            load.fence.wait()
-            for layer, done in enumerate(load.layers_done):
-                for block, view in enumerate(views):
-                    first, pages = self._block_pages(plan, block)
-                    self._pages.load(layer, view, first, pages)
-                if layer + 1 < self._pages.layers:
-                    self._pages.finish()
-                    done.set()
-            self._pages.finish()
-            # A daemon that died meanwhile may have come back and given the slots to others.
-            self._loader.heartbeat()
-            lease.require_valid()
-        load.filled_pages = sum(len(self._block_pages(plan, n)[1]) for n in range(blocks))
+        missing: set[int] = set()
+        loaded = failed = 0
+        for part in plan.groups:
+            # Without one group's pages those of the others are of no use.
+            filled = 0 if missing else self._filled(part, load, deadline)
+            missing.update(part.pages[filled:])
+            size = self._links[part.group].pages.group.pages_per_block
+            blocks = -(-(len(part.pages) - filled) // size)
+            loaded += len(part.hashes) - part.skip_pages // size - blocks
+            failed += blocks
+        load.missing_pages = missing
+        with self._lock:
+            self._ended.failed_pages |= missing
+            self._ended.received.add(plan.request_id)
+            if missing:
+                self._ended.report.failed_loads.add(plan.request_id)
+                self._stats.count("failed_blocks", failed)
+            self._stats.count("loaded_blocks", loaded)
+        for done in load.layers_done.values():
+            done.set()
 
-    def _readable(self, lease: Lease, deadline: float) -> int:
-        """Leading blocks that came by the deadline and are what was saved."""
-        block = 0
+    def _filled(self, part: GroupLoad, load: _Load, deadline: float) -> int:
+        """Fill a group's pages; return how many of the leading ones are filled for certain."""
+        try:
+            return self._fill(part, load, deadline)
+        except EmberError as error:
+            log.info("load of request %s: %s", load.plan.request_id, error)
+        except Exception:
+            log.exception("load of request %s failed in a way it should not", load.plan.request_id)
+            self._count("errors")
+        return 0
+
+    def _fill(self, part: GroupLoad, load: _Load, deadline: float) -> int:
+        """Copy what can be had; count pages as filled once the daemon vouches for them."""
+        link = self._links[part.group]
+        pages, names = link.pages, link.pages.group.layer_names
+        with link.loader.acquire(
+            part.hashes,
+            policy=AcquirePolicy.TIMEOUT,
+            deadline_seconds=max(deadline - time.monotonic(), 0.0),
+        ) as lease:
+            first = part.skip_pages // pages.group.pages_per_block
+            blocks = range(first, self._readable(lease, first, deadline))
+            views = [lease.view(block) for block in blocks]
+            load.fence.wait()
+            for layer, name in enumerate(names):
+                for block, view in zip(blocks, views, strict=True):
+                    begin, wanted = self._block_pages(part, block)
+                    pages.load(layer, view, begin, wanted)
+                if name != names[-1]:
+                    pages.finish()
+                    load.layers_done[name].set()
+            pages.finish()
+            # A daemon that died meanwhile may have come back and given the slots to others.
+            link.loader.heartbeat()
+            lease.require_valid()
+        return sum(len(self._block_pages(part, block)[1]) for block in blocks)
+
+    def _readable(self, lease: Lease, first: int, deadline: float) -> int:
+        """Where the blocks from `first` on end that came by the deadline and are what was saved."""
+        block = first
         while block < lease.usable_blocks:
             if block >= lease.ready_blocks:
                 seconds = deadline - time.monotonic()
                 if seconds <= 0 or lease.wait(block + 1, timeout_seconds=seconds) <= block:
                     break
+            if not lease.needs(block):
+                break  # the hit has become a shorter one, which is another
             if self._verifies:
                 try:
                     lease.verify(block)
@@ -250,11 +273,12 @@ class WorkerHalf:
             block += 1
         return block
 
-    def _block_pages(self, plan: LoadPlan, block: int) -> tuple[int, Sequence[int]]:
+    def _block_pages(self, part: GroupLoad, block: int) -> tuple[int, Sequence[int]]:
         """Which pages of a block are wanted: the number of the first, and where they go."""
-        begin = block * self._pages_per_block - plan.skip_pages
+        size = self._links[part.group].pages.group.pages_per_block
+        begin = block * size - part.skip_pages
         first = max(begin, 0)
-        return first - begin, plan.pages[first : begin + self._pages_per_block]
+        return first - begin, part.pages[first : begin + size]
 
     def _save(self, save: _Save) -> None:
         plan = save.plan
@@ -268,26 +292,27 @@ class WorkerHalf:
             log.exception("save of request %s failed in a way it should not", plan.request_id)
         finally:
             with self._lock:
-                ended = self._ended.report.saves_ended
-                ended[plan.request_id] = ended.get(plan.request_id, 0) + 1
+                self._ended.report.saves_ended[plan.number] = 1
                 saves = self._saving[plan.request_id]
                 saves.remove(save)
                 if not saves:
                     del self._saving[plan.request_id]
 
     def _keep(self, save: _Save) -> None:
-        plan, size = save.plan, self._pages_per_block
-        with self._saver.stage(plan.hashes, parent=plan.parent, salt_id=plan.salt_id) as staged:
+        plan = save.plan
+        link = self._links[plan.group]
+        size = link.pages.group.pages_per_block
+        with link.saver.stage(plan.hashes, parent=plan.parent, salt_id=plan.salt_id) as staged:
             granted = staged.granted
             save.fence.wait()
             for block in granted:
                 with save.lock:
                     if save.is_cancelled:
                         return
-                    self._pages.save(
+                    link.pages.save(
                         plan.pages[block * size : (block + 1) * size], staged.view(block)
                     )
-                    self._pages.finish()
+                    link.pages.finish()
             if granted:
                 staged.commit(granted)
             states = staged.states
