@@ -13,10 +13,16 @@ from client_sdk.engine.vllm_connector.identity import page_shape
 from client_sdk.engine.weights import UnsupportedEngineError
 
 LAYERS = ("layers.0", "layers.1")
+WINDOWS = (("layers.2", 80), ("layers.3", 80))
+"""Layers with a window of tokens, each a group of its own."""
 
 
 class FullAttentionSpec(SimpleNamespace):
     """As vLLM's, which is known by its name."""
+
+
+class SlidingWindowSpec(SimpleNamespace):
+    pass
 
 
 def engine(**changed: Any) -> tuple[Any, Any, dict[str, Any]]:
@@ -33,6 +39,8 @@ def engine(**changed: Any) -> tuple[Any, Any, dict[str, Any]]:
         "page_tokens": 32,
         "heads": 2,
         "head_size": 64,
+        "windows": (),
+        "fails_by_request": True,
         "extra": {"weights_id": "w"},
         "pipeline_parallel_size": 1,
         "decode_context_parallel_size": 1,
@@ -40,13 +48,15 @@ def engine(**changed: Any) -> tuple[Any, Any, dict[str, Any]]:
         **changed,
     }
     page_bytes = at["page_tokens"] * at["heads"] * at["head_size"] * 4
-    spec = FullAttentionSpec(
-        block_size=at["page_tokens"],
-        page_size_bytes=page_bytes,
-        dtype=f"torch.{at['dtype']}",
-        num_kv_heads=at["heads"],
-        head_size=at["head_size"],
-    )
+    fields = {
+        "block_size": at["page_tokens"],
+        "page_size_bytes": page_bytes,
+        "dtype": f"torch.{at['dtype']}",
+        "num_kv_heads": at["heads"],
+        "head_size": at["head_size"],
+    }
+    groups = [(list(LAYERS), FullAttentionSpec(**fields))]
+    groups += [([name], SlidingWindowSpec(sliding_window=n, **fields)) for name, n in at["windows"]]
     parallel = {name: size for name, size in at.items() if name.endswith("_parallel_size")}
     config = SimpleNamespace(
         model_config=SimpleNamespace(model=at["model"], revision="", dtype=at["dtype"]),
@@ -56,7 +66,10 @@ def engine(**changed: Any) -> tuple[Any, Any, dict[str, Any]]:
         made_of=at,
     )
     cache = SimpleNamespace(
-        kv_cache_groups=[SimpleNamespace(layer_names=list(LAYERS), kv_cache_spec=spec)],
+        kv_cache_groups=[
+            SimpleNamespace(layer_names=names, kv_cache_spec=spec, is_eagle_group=False)
+            for names, spec in groups
+        ],
         kv_cache_layout=at["cache_layout"],
         num_blocks=100,
     )
@@ -79,7 +92,10 @@ def namespace_id(monkeypatch: pytest.MonkeyPatch) -> Callable[..., bytes]:
             get_device_name=lambda: at["device"],
         )
         attention._get_attn_isa = lambda *_: at["isa"]  # type: ignore[attr-defined]
-        for module in (vllm, platforms, attention):
+        connectors = ModuleType("vllm.distributed.kv_transfer.kv_connector.v1")
+        results = {"KVConnectorTransferResults": object} if at["fails_by_request"] else {}
+        connectors.base = SimpleNamespace(**results)  # type: ignore[attr-defined]
+        for module in (vllm, platforms, attention, connectors):
             monkeypatch.setitem(sys.modules, module.__name__, module)
         return bytes(page_shape(config, cache, extra).namespace.id)
 
@@ -103,6 +119,7 @@ def namespace_id(monkeypatch: pytest.MonkeyPatch) -> Callable[..., bytes]:
         {"head_size": 128},
         {"extra": {"weights_id": "v"}},
         {"extra": {"weights_id": "w", "block_tokens": 64}},
+        {"windows": WINDOWS},
     ],
     ids=str,
 )
@@ -137,3 +154,22 @@ def test_a_block_that_is_no_multiple_of_the_engine_s_is_refused(
 ) -> None:
     with pytest.raises(UnsupportedEngineError, match="multiple of the engine's block size 32"):
         namespace_id(extra={"weights_id": "w", "block_tokens": block_tokens})
+
+
+@pytest.mark.parametrize(
+    "windows",
+    [WINDOWS[:1], WINDOWS[::-1], (*WINDOWS[:1], ("layers.3", 96))],
+    ids=["fewer", "other order", "other window"],
+)
+def test_groups_of_layers_are_part_of_the_namespace(
+    namespace_id: Callable[..., bytes], windows: tuple[tuple[str, int], ...]
+) -> None:
+    assert namespace_id(windows=windows) != namespace_id(windows=WINDOWS)
+
+
+def test_an_engine_that_takes_no_failed_requests_keeps_no_windows(
+    namespace_id: Callable[..., bytes],
+) -> None:
+    with pytest.raises(UnsupportedEngineError, match="disable-hybrid-kv-cache-manager"):
+        namespace_id(windows=WINDOWS, fails_by_request=False)
+    assert namespace_id(fails_by_request=False) == namespace_id()
