@@ -18,13 +18,14 @@ import numpy as np
 
 from benchmarks._store_client import BATCH, namespace_of
 from benchmarks._workers import serve
+from client_sdk.transport.base import Cancellation, Peer, Segment
+from client_sdk.transport.ucx_settings import Rdma, UcxSettings
 from emberkv_proto.types import BlockHash, Incarnation, NodeId
 from store_daemon.peer_client import PeerClient, RemoteGrant
 from store_daemon.peer_transfer import TransferLimits
-from store_daemon.transport.base import Cancellation, Peer, Segment, Transport
+from store_daemon.transport.base import Transport
 from store_daemon.transport.tcp import TcpTransport
 from store_daemon.transport.ucx import UcxTransport
-from store_daemon.transport.ucx_settings import Rdma, UcxSettings
 
 LEASE_SECONDS = 30.0
 READ_SECONDS = 20.0

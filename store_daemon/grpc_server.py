@@ -15,6 +15,8 @@ from client_sdk import aio
 from client_sdk.index_client import MAX_MESSAGE_BYTES
 from client_sdk.operator_gate import OperatorGate
 from client_sdk.tls import Tls, bind
+from client_sdk.transport.base import TransportAddress
+from client_sdk.transport.connections import join_host_port
 from emberkv_proto.convert import (
     batch_to_wire,
     bucket_choices_from_wire,
@@ -37,8 +39,6 @@ from store_daemon.life import Life
 from store_daemon.operator_server import OperatorCalls, OperatorService
 from store_daemon.ports import HintStore, PeerStore
 from store_daemon.publisher import BucketWish, Published, Publisher
-from store_daemon.transport.base import TransportAddress
-from store_daemon.transport.connections import join_host_port
 
 log = logging.getLogger(__name__)
 

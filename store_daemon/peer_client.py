@@ -12,13 +12,13 @@ import grpc
 from client_sdk import faults
 from client_sdk.index_client import CHANNEL_OPTIONS, ember_error
 from client_sdk.tls import Tls, open_channel
+from client_sdk.transport.base import TransportAddress
 from emberkv_proto.convert import hashes_to_wire, salt_ids_from_wire, u64s_from_wire
 from emberkv_proto.errors import InvalidRequestError
 from emberkv_proto.layout import Namespace
 from emberkv_proto.types import BlockHash, Incarnation, NodeId
 from emberkv_proto.v1 import store_pb2, store_pb2_grpc
 from store_daemon.ports import PeerGrant, PoolRange
-from store_daemon.transport.base import TransportAddress
 
 
 @dataclass(frozen=True, slots=True)

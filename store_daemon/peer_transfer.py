@@ -10,12 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from client_sdk import faults
+from client_sdk.transport.base import Cancellation, Peer, Segment
 from emberkv_proto.errors import CorruptionError, DeadlineError, IntegrityError
 from emberkv_proto.hashing import checksum
 from emberkv_proto.types import BlockHash
 from store_daemon.peer_client import RemoteGrant
 from store_daemon.ports import PoolRange, PullRoom
-from store_daemon.transport.base import Cancellation, Peer, Segment, Transport
+from store_daemon.transport.base import Transport
 
 _SEGMENTS_PER_READ = 1024
 

@@ -102,9 +102,9 @@ def _check_settings(settings: Settings) -> Iterator[Finding]:
 
 def check_transport(section: Any) -> Finding:
     """What blocks will take between nodes; with UCX, after a real transfer on this machine."""
+    from client_sdk.transport.ucx_settings import one_sided
     from store_daemon.transport.choice import TransportKind, choose, ucx_settings
     from store_daemon.transport.ucx_probe import probe_ucx
-    from store_daemon.transport.ucx_settings import one_sided
 
     try:
         if choose(section) is TransportKind.TCP:

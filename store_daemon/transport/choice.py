@@ -8,14 +8,14 @@ from enum import Enum
 from importlib.util import find_spec
 from pathlib import Path
 
+from client_sdk.transport.connections import ReadLimits
+from client_sdk.transport.ucx_settings import Rdma, UcxSettings
 from emberkv_proto.errors import PreflightError
 from emberkv_proto.types import Incarnation
 from store_daemon.config import DaemonSettings, TransportSection
 from store_daemon.transport.base import Transport
-from store_daemon.transport.connections import ReadLimits
 from store_daemon.transport.tcp import TcpTransport
 from store_daemon.transport.tcp_server import ServeLimits
-from store_daemon.transport.ucx_settings import Rdma, UcxSettings
 
 log = logging.getLogger(__name__)
 

@@ -11,30 +11,20 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from emberkv_proto.errors import (
-    FrameError,
-    InvalidRequestError,
-    LeaseExpiredError,
-    UnavailableError,
-)
-from emberkv_proto.types import Incarnation
-from store_daemon.transport.base import (
+from client_sdk.transport.base import (
     Cancellation,
-    Capabilities,
-    MayRead,
     Peer,
     Segment,
     TransportAddress,
-    TransportReport,
 )
-from store_daemon.transport.connections import (
+from client_sdk.transport.connections import (
     Link,
     PeerConnections,
     ReadLimits,
     exchange_hellos,
     join_host_port,
 )
-from store_daemon.transport.frames import (
+from client_sdk.transport.frames import (
     ANSWER_BYTES,
     MAX_READ_BYTES,
     MAX_SEGMENTS,
@@ -42,8 +32,16 @@ from store_daemon.transport.frames import (
     Status,
     pack_request,
 )
+from client_sdk.transport.timed_socket import Clock, TimedSocket
+from emberkv_proto.errors import (
+    FrameError,
+    InvalidRequestError,
+    LeaseExpiredError,
+    UnavailableError,
+)
+from emberkv_proto.types import Incarnation
+from store_daemon.transport.base import Capabilities, MayRead, TransportReport
 from store_daemon.transport.tcp_server import OtherProtocols, RegionServer, ServeLimits
-from store_daemon.transport.timed_socket import Clock, TimedSocket
 
 SERVED_WITH_TCP = ("tcp", "ucx")
 """Transports whose owners answer plain reads too, at the same address."""

@@ -12,10 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from client_sdk import faults
-from emberkv_proto.errors import EmberError, FrameError, UnavailableError
-from emberkv_proto.types import Incarnation
-from store_daemon.transport.base import MayRead
-from store_daemon.transport.frames import (
+from client_sdk.transport.frames import (
     HELLO_BYTES,
     MAGIC,
     REQUEST_BYTES,
@@ -27,7 +24,10 @@ from store_daemon.transport.frames import (
     Status,
     unpack_ranges,
 )
-from store_daemon.transport.timed_socket import Clock, TimedSocket
+from client_sdk.transport.timed_socket import Clock, TimedSocket
+from emberkv_proto.errors import EmberError, FrameError, UnavailableError
+from emberkv_proto.types import Incarnation
+from store_daemon.transport.base import MayRead
 
 log = logging.getLogger(__name__)
 

@@ -15,60 +15,42 @@ import logging
 import secrets
 import threading
 import time
-from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
+from client_sdk.transport.agent_pool import AgentPool
+from client_sdk.transport.agent_process import AgentLostError, AgentProcess
+from client_sdk.transport.base import (
+    Cancellation,
+    Peer,
+    Segment,
+    TransportAddress,
+)
+from client_sdk.transport.connections import (
+    ReadLimits,
+)
+from client_sdk.transport.timed_socket import Clock
+from client_sdk.transport.ucx_frames import (
+    UCX_MAGIC,
+)
+from client_sdk.transport.ucx_peer import UcxCounters, UcxPeer
+from client_sdk.transport.ucx_reader import OwnerBusyError, UcxReader
+from client_sdk.transport.ucx_settings import Rdma, UcxSettings, one_sided
 from emberkv_proto.errors import (
     DeadlineError,
     EmberError,
-    FrameError,
     InvalidRequestError,
-    LeaseExpiredError,
     PreflightError,
     UnavailableError,
 )
 from emberkv_proto.types import Incarnation
-from store_daemon.transport.agent_pool import AgentPool
-from store_daemon.transport.agent_process import AgentLostError, AgentProcess, RemoteLostError
-from store_daemon.transport.base import (
-    Cancellation,
-    Capabilities,
-    MayRead,
-    Peer,
-    Segment,
-    TransportAddress,
-    TransportReport,
-)
-from store_daemon.transport.connections import (
-    Greet,
-    PeerConnections,
-    ReadLimits,
-    exchange_hellos,
-)
-from store_daemon.transport.frames import ANSWER_BYTES, AnswerHeader, Status
-from store_daemon.transport.lane import Direction, Move, Range
+from store_daemon.transport.base import Capabilities, MayRead, TransportReport
 from store_daemon.transport.tcp import TcpTransport, checked_total
 from store_daemon.transport.tcp_server import OtherProtocol, ServeLimits
-from store_daemon.transport.timed_socket import Clock, TimedSocket
-from store_daemon.transport.ucx_frames import (
-    UCX_MAGIC,
-    Action,
-    Introduction,
-    batches,
-    pack_move_request,
-)
-from store_daemon.transport.ucx_peer import Quarantine, UcxCounters, UcxLink, UcxPeer
-from store_daemon.transport.ucx_server import BATCH_BYTES, MOVES_AT_ONCE, PushServer
-from store_daemon.transport.ucx_settings import Rdma, UcxSettings, can_read_by_itself, one_sided
+from store_daemon.transport.ucx_server import PushServer
 
 log = logging.getLogger(__name__)
 
 START_SECONDS = 40.0
-
-
-class OwnerBusyError(UnavailableError):
-    """The owner's agents are being replaced."""
 
 
 class UcxTransport:
@@ -112,6 +94,7 @@ class UcxTransport:
             others=self._others,
         )
         self._reading: AgentPool | None = None
+        self._reader: UcxReader | None = None
         self._serving: AgentPool | None = None
         self._lock = threading.Lock()
         self._peers: set[UcxPeer] = set()
@@ -142,6 +125,14 @@ class UcxTransport:
         self._tcp.register(region)
         self._pool_bytes = region.nbytes
         self._reading = self._agents("reader", self._settings.reading_agents)
+        self._reader = UcxReader(
+            region.nbytes,
+            self._reading,
+            self._settings,
+            self._read_limits,
+            self._clock,
+            self.counters,
+        )
         agent = _first(self._reading)
         self.transports = agent.facts.transports
         self._settings.check(self.transports)
@@ -176,9 +167,7 @@ class UcxTransport:
                 raise UnavailableError("the transport is shut down")
             self._connected += 1
             number = self._connected
-            links = PeerConnections(
-                address, self._read_limits, self._clock, self._greeter(address, number)
-            )
+            links = self._need_reader().links(address, number)
             peer = UcxPeer(address, number, links, self._tcp.connect(address))
             self._peers.add(peer)
         return peer
@@ -197,24 +186,22 @@ class UcxTransport:
         if self._is_shut_down:
             raise UnavailableError("the transport is shut down")
         checked_total(segments, self._pool_bytes)
+        reader = self._need_reader()
         deadline = self._clock() + deadline_seconds
         while True:
             cancellation.check()
             left = deadline - self._clock()
             if left <= 0:
                 raise DeadlineError(f"no answer of {peer.address.address} in {deadline_seconds} s")
-            if self._need_reading().take(peer.number) is None:
+            if reader.agents.take(peer.number) is None:
                 if self._settings.rdma is not Rdma.REQUIRED:
                     self._read_plainly(peer.plain, lease_id, segments, left, cancellation)
                     return
-                self._need_reading().await_one(peer.number, left)
+                reader.agents.await_one(peer.number, left)
                 left = deadline - self._clock()
             try:
                 with peer.links.connection(left, cancellation) as link:
-                    if link.owner_name is None:
-                        self._await_push(link, lease_id, segments)
-                    else:
-                        self._fetch(link, link.owner_name, lease_id, segments, deadline)
+                    reader.read(link, lease_id, segments, deadline)
             except AgentLostError:
                 self.counters.add("restarted_reads", 1)
             except OwnerBusyError:
@@ -295,10 +282,10 @@ class UcxTransport:
 
         return AgentPool(make, size, self._clock)
 
-    def _need_reading(self) -> AgentPool:
-        if self._reading is None:
+    def _need_reader(self) -> UcxReader:
+        if self._reader is None:
             raise UnavailableError("no region is registered")
-        return self._reading
+        return self._reader
 
     def _read_plainly(
         self,
@@ -310,123 +297,6 @@ class UcxTransport:
     ) -> None:
         self._tcp.read(peer, lease_id, segments, seconds, cancellation)
         self.counters.add("plain_bytes", sum(segment.length for segment in segments))
-
-    def _greeter(self, address: TransportAddress, number: int) -> Greet[UcxLink]:
-        def greet(connection: TimedSocket) -> UcxLink:
-            agents = self._need_reading()
-            agent = agents.take(number)
-            if agent is None:
-                raise AgentLostError("every UCX agent is being replaced")
-            exchange_hellos(connection, address, UCX_MAGIC)
-            connection.send(Introduction(self._pool_bytes, agent.facts).pack())
-            answer = AnswerHeader.unpack(connection.receive(ANSWER_BYTES))
-            if answer.status is not Status.OK:
-                raise OwnerBusyError(f"{address.address} has no UCX agent free")
-            owner = Introduction.receive(connection)
-            name: bytes | None = None
-            if can_read_by_itself(
-                self.transports, owner.facts.transports, self._settings.one_sided
-            ):
-                name = agent.introduce(owner.facts.metadata, self._read_limits.connect_seconds)
-            elif self._settings.rdma is Rdma.REQUIRED:
-                raise InvalidRequestError(
-                    f"{address.address} has no RDMA in common with this node, only"
-                    f" {' '.join(owner.facts.transports)}, and transport.rdma is required"
-                )
-            return UcxLink(connection, agent, agents, owner, name)
-
-        return greet
-
-    def _await_push(self, link: UcxLink, lease_id: int, segments: Sequence[Segment]) -> None:
-        """Let the owner write. Once it may have begun, an error puts the ranges in quarantine."""
-        total = sum(segment.length for segment in segments)
-        where = link.sock
-        with self._quarantine(link, total):
-            where.send(pack_move_request(lease_id, Action.PUSH, segments))
-            answer = AnswerHeader.unpack(where.receive(ANSWER_BYTES))
-            arrived = 0
-            while answer.status is Status.OK:
-                if not arrived < answer.payload_bytes <= total:
-                    raise FrameError(f"owner says {answer.payload_bytes} bytes of {total} came")
-                arrived = answer.payload_bytes
-                if arrived == total:
-                    break
-                answer = AnswerHeader.unpack(where.receive(ANSWER_BYTES))
-            if answer.status is Status.FAILED:
-                raise UnavailableError("the owner's push failed")
-            if arrived and answer.status is not Status.OK:
-                raise FrameError(f"owner answered {answer.status.name} in mid-push")
-        self._accept(answer, lease_id)
-        self.counters.add("pushed_bytes", total)
-
-    def _fetch(
-        self,
-        link: UcxLink,
-        owner_name: bytes,
-        lease_id: int,
-        segments: Sequence[Segment],
-        deadline: float,
-    ) -> None:
-        """Read the owner's memory. The lease held before and after, so it held throughout."""
-        total = sum(segment.length for segment in segments)
-        self._check_lease(link, lease_id, segments)
-        waiting = deque(batches(segments, BATCH_BYTES))
-        with (
-            link.agent.lane(deadline - self._clock()) as lane,
-            self._quarantine(link, total) as quarantine,
-        ):
-            try:
-                while waiting or lane.unanswered:
-                    while waiting and lane.unanswered < MOVES_AT_ONCE:
-                        ranges = [
-                            Range(
-                                link.agent.facts.base + s.local_offset,
-                                link.owner.facts.base + s.remote_offset,
-                                s.length,
-                            )
-                            for s in waiting.popleft()
-                        ]
-                        move = Move(Direction.READ, owner_name, ranges)
-                        lane.post(move, deadline - self._clock())
-                    lane.reply()
-            except RemoteLostError:
-                lane.drain()
-                quarantine.lift()  # UCX has ended every move: none is under way
-                raise
-        try:
-            self._check_lease(link, lease_id, segments)
-        except LeaseExpiredError as error:
-            raise UnavailableError(f"the lease ended while it was read: {error}") from None
-        self.counters.add("one_sided_bytes", total)
-
-    def _check_lease(self, link: UcxLink, lease_id: int, segments: Sequence[Segment]) -> None:
-        link.sock.send(pack_move_request(lease_id, Action.CHECK, segments))
-        self._accept(AnswerHeader.unpack(link.sock.receive(ANSWER_BYTES)), lease_id)
-
-    @staticmethod
-    def _accept(answer: AnswerHeader, lease_id: int) -> None:
-        if answer.status is Status.REFUSED:
-            raise LeaseExpiredError(f"the owner refused a read under lease {lease_id}")
-        if answer.status is not Status.OK:
-            raise FrameError(f"the owner answered {answer.status.name}")
-
-    @contextmanager
-    def _quarantine(self, link: UcxLink, total: int) -> Iterator[Quarantine]:
-        """Let no error out before the link's agent, and with it what is under way, has ended."""
-        quarantine = Quarantine()
-        try:
-            yield quarantine
-        except BaseException as error:
-            if quarantine.is_lifted:
-                raise
-            self.counters.add("quarantines", 1)
-            self.counters.add("quarantined_bytes", total)
-            is_ours = link.destroy_agent()
-            link.agent.await_end()
-            self.counters.add("quarantined_bytes", -total)
-            if is_ours or not isinstance(error, EmberError):
-                raise
-            raise AgentLostError(f"its UCX agent was destroyed: {error}") from None
 
 
 def _first(agents: AgentPool) -> AgentProcess:

@@ -7,10 +7,10 @@ import secrets
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
+from client_sdk.transport.agent_process import AgentProcess
+from client_sdk.transport.lane import Direction, Move, Range
+from client_sdk.transport.ucx_settings import UcxSettings
 from emberkv_proto.errors import EmberError, PreflightError
-from store_daemon.transport.agent_process import AgentProcess
-from store_daemon.transport.lane import Direction, Move, Range
-from store_daemon.transport.ucx_settings import UcxSettings
 
 PROBE_BYTES = 1 << 20
 PROBE_SECONDS = 10.0

@@ -9,28 +9,27 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from client_sdk import faults
-from emberkv_proto.errors import DeadlineError, EmberError, FrameError, UnavailableError
-from emberkv_proto.types import Incarnation
-from store_daemon.transport.agent_pool import AgentPool
-from store_daemon.transport.agent_process import AgentProcess, Lane
-from store_daemon.transport.base import MayRead, Segment
-from store_daemon.transport.frames import AnswerHeader, Hello, Status
-from store_daemon.transport.lane import Direction, Move, Range
-from store_daemon.transport.tcp_server import ServeLimits
-from store_daemon.transport.timed_socket import Clock, TimedSocket
-from store_daemon.transport.ucx_frames import (
+from client_sdk.transport.agent_pool import AgentPool
+from client_sdk.transport.agent_process import AgentProcess, Lane
+from client_sdk.transport.base import Segment
+from client_sdk.transport.frames import AnswerHeader, Hello, Status
+from client_sdk.transport.lane import Direction, Move, Range
+from client_sdk.transport.timed_socket import Clock, TimedSocket
+from client_sdk.transport.ucx_frames import (
     UCX_MAGIC,
     Action,
     Introduction,
     MoveRequest,
     batches,
 )
+from client_sdk.transport.ucx_reader import BATCH_BYTES, MOVES_AT_ONCE
+from emberkv_proto.errors import DeadlineError, EmberError, FrameError, UnavailableError
+from emberkv_proto.types import Incarnation
+from store_daemon.transport.base import MayRead
+from store_daemon.transport.tcp_server import ServeLimits
 
 log = logging.getLogger(__name__)
 
-BATCH_BYTES = 4 << 20
-"""Of one move; its end is what counts as progress."""
-MOVES_AT_ONCE = 2
 AGENT_SECONDS = 1.0
 """How long an introduction waits for an agent that is being replaced."""
 

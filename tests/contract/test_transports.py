@@ -13,6 +13,12 @@ from importlib.util import find_spec
 
 import pytest
 
+from client_sdk.transport.base import (
+    Cancellation,
+    ReadCancelledError,
+    Segment,
+    TransportAddress,
+)
 from emberkv_proto.errors import (
     DeadlineError,
     EmberError,
@@ -23,13 +29,7 @@ from emberkv_proto.errors import (
     UnavailableError,
 )
 from emberkv_proto.types import Incarnation
-from store_daemon.transport.base import (
-    Cancellation,
-    ReadCancelledError,
-    Segment,
-    Transport,
-    TransportAddress,
-)
+from store_daemon.transport.base import Transport
 from store_daemon.transport.tcp import TcpTransport
 from store_daemon.transport.tcp_server import ServeLimits
 from tests.helpers.anonymous_pool import AnonymousPool

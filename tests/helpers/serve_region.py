@@ -19,12 +19,13 @@ from pathlib import Path
 
 import numpy as np
 
+from client_sdk.transport.base import TransportAddress
+from client_sdk.transport.connections import ReadLimits
+from client_sdk.transport.ucx_settings import Rdma, UcxSettings
 from emberkv_proto.types import Incarnation
-from store_daemon.transport.base import Transport, TransportAddress
-from store_daemon.transport.connections import ReadLimits
+from store_daemon.transport.base import Transport
 from store_daemon.transport.tcp import TcpTransport
 from store_daemon.transport.ucx import UcxTransport
-from store_daemon.transport.ucx_settings import Rdma, UcxSettings
 from tests.helpers.anonymous_pool import AnonymousPool
 
 LEASE = 7

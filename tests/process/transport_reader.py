@@ -22,9 +22,15 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 
+from client_sdk.transport.base import (
+    Cancellation,
+    Peer,
+    Segment,
+    TransportAddress,
+)
 from emberkv_proto.errors import EmberError
 from emberkv_proto.types import Incarnation
-from store_daemon.transport.base import Cancellation, Peer, Segment, Transport, TransportAddress
+from store_daemon.transport.base import Transport
 from tests.helpers.anonymous_pool import AnonymousPool
 from tests.helpers.serve_region import LEASE, make_transport, seeded_bytes
 

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 import pytest
 
+from client_sdk.transport.base import TransportAddress
 from emberkv_proto.types import BlockHash, Incarnation
 from store_daemon.leases_ahead import LeasesAhead
 from store_daemon.peer_client import RemoteGrant
 from store_daemon.ports import PeerGrant
-from store_daemon.transport.base import TransportAddress
 
 HASHES = [BlockHash(bytes([number]) * 32) for number in range(4)]
 GRANT = RemoteGrant(PeerGrant(7, 4, 1, (), ()), TransportAddress("tcp", "a", Incarnation(1)))

@@ -8,16 +8,16 @@ import pytest
 from pydantic import ValidationError
 
 from client_sdk.cli.doctor import Verdict, check_transport
-from emberkv_proto.errors import PreflightError
-from store_daemon.config import TransportSection
-from store_daemon.transport import choice
-from store_daemon.transport.choice import TransportKind, active_ports, choose
-from store_daemon.transport.ucx_settings import (
+from client_sdk.transport.ucx_settings import (
     Rdma,
     UcxSettings,
     can_read_by_itself,
     one_sided,
 )
+from emberkv_proto.errors import PreflightError
+from store_daemon.config import TransportSection
+from store_daemon.transport import choice
+from store_daemon.transport.choice import TransportKind, active_ports, choose
 
 WITH_RDMA = ("self/memory", "tcp/eth0", "rc_mlx5/mlx5_0:1", "dc_mlx5/mlx5_1:1")
 

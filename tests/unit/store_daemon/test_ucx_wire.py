@@ -11,18 +11,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emberkv_proto.errors import FrameError
-from store_daemon.transport.base import Segment
-from store_daemon.transport.frames import MAGIC, MAX_READ_BYTES
-from store_daemon.transport.lane import AgentFacts, Direction, Header, Move, Range, pack_frame
-from store_daemon.transport.timed_socket import TimedSocket
-from store_daemon.transport.ucx_frames import (
+from client_sdk.transport.base import Segment
+from client_sdk.transport.frames import MAGIC, MAX_READ_BYTES
+from client_sdk.transport.lane import AgentFacts, Direction, Header, Move, Range, pack_frame
+from client_sdk.transport.timed_socket import TimedSocket
+from client_sdk.transport.ucx_frames import (
     Action,
     Introduction,
     MoveRequest,
     batches,
     pack_move_request,
 )
+from emberkv_proto.errors import FrameError
 
 KIB = 1 << 10
 OWNER, READER = 64 * KIB, 32 * KIB

@@ -18,11 +18,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
+from client_sdk.transport.base import Segment
+from client_sdk.transport.frames import MAGIC, MAX_READ_BYTES, MAX_SEGMENTS, check_magic
+from client_sdk.transport.lane import AgentFacts
+from client_sdk.transport.timed_socket import TimedSocket
 from emberkv_proto.errors import FrameError
-from store_daemon.transport.base import Segment
-from store_daemon.transport.frames import MAGIC, MAX_READ_BYTES, MAX_SEGMENTS, check_magic
-from store_daemon.transport.lane import AgentFacts
-from store_daemon.transport.timed_socket import TimedSocket
 
 UCX_MAGIC = b"EMBRUCX\0"
 MAX_FACTS_BYTES = 1 << 16

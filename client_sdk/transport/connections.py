@@ -9,15 +9,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from client_sdk.transport.base import Cancellation, TransportAddress
+from client_sdk.transport.frames import HELLO_BYTES, MAGIC, Hello, Status
+from client_sdk.transport.timed_socket import Clock, TimedSocket
 from emberkv_proto.errors import (
     DeadlineError,
     InvalidRequestError,
     StaleIncarnationError,
     UnavailableError,
 )
-from store_daemon.transport.base import Cancellation, TransportAddress
-from store_daemon.transport.frames import HELLO_BYTES, MAGIC, Hello, Status
-from store_daemon.transport.timed_socket import Clock, TimedSocket
 
 
 @dataclass(frozen=True, slots=True)

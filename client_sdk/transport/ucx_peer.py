@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import threading
 
+from client_sdk.transport.agent_pool import AgentPool
+from client_sdk.transport.agent_process import AgentProcess
+from client_sdk.transport.base import Peer, TransportAddress
+from client_sdk.transport.connections import Link, PeerConnections
+from client_sdk.transport.timed_socket import TimedSocket
+from client_sdk.transport.ucx_frames import Introduction
 from emberkv_proto.errors import EmberError
-from store_daemon.transport.agent_pool import AgentPool
-from store_daemon.transport.agent_process import AgentProcess
-from store_daemon.transport.base import Peer, TransportAddress
-from store_daemon.transport.connections import Link, PeerConnections
-from store_daemon.transport.timed_socket import TimedSocket
-from store_daemon.transport.ucx_frames import Introduction
 
 log = logging.getLogger(__name__)
 

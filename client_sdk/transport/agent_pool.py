@@ -7,9 +7,9 @@ import threading
 import time
 from collections.abc import Callable
 
+from client_sdk.transport.agent_process import AgentProcess
+from client_sdk.transport.timed_socket import Clock
 from emberkv_proto.errors import DeadlineError, EmberError, UnavailableError
-from store_daemon.transport.agent_process import AgentProcess
-from store_daemon.transport.timed_socket import Clock
 
 log = logging.getLogger(__name__)
 

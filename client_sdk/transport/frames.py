@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
+from client_sdk.transport.base import Segment
 from emberkv_proto.errors import FrameError
 from emberkv_proto.types import Incarnation
-from store_daemon.transport.base import Segment
 
 MAGIC = b"EMBRTCP\0"
 VERSION = 2

@@ -25,8 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from emberkv_proto.errors import EmberError, UnavailableError
-from store_daemon.transport.lane import (
+from client_sdk.transport.lane import (
     HEADER_BYTES,
     AgentFacts,
     Command,
@@ -36,6 +35,7 @@ from store_daemon.transport.lane import (
     Reply,
     pack_frame,
 )
+from emberkv_proto.errors import EmberError, UnavailableError
 
 nixl: Any = import_module("nixl_cu12._bindings")  # its Python layer fixes the delay below at 0
 

@@ -13,8 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from emberkv_proto.errors import DeadlineError, UnavailableError
-from store_daemon.transport.lane import (
+from client_sdk.transport.lane import (
     HEADER_BYTES,
     AgentFacts,
     Command,
@@ -23,11 +22,12 @@ from store_daemon.transport.lane import (
     Reply,
     pack_frame,
 )
-from store_daemon.transport.timed_socket import Clock, TimedSocket
+from client_sdk.transport.timed_socket import Clock, TimedSocket
+from emberkv_proto.errors import DeadlineError, UnavailableError
 
 log = logging.getLogger(__name__)
 
-_PROGRAM = (sys.executable, "-m", "store_daemon.transport.ucx_agent")
+_PROGRAM = (sys.executable, "-m", "client_sdk.transport.ucx_agent")
 START_SECONDS = 30.0
 END_WARNING_SECONDS = 10.0
 COMMAND_SECONDS = 5.0
