@@ -39,7 +39,28 @@ class _Run:
     length: int
 
 
-class AttachedPool:
+class PoolShape:
+    """A daemon's pool as its offsets are checked, wherever it is."""
+
+    def __init__(self, pool_bytes: int, part_bytes: int) -> None:
+        """Raises UnavailableError when not one part fits."""
+        if not 0 < part_bytes <= pool_bytes:
+            raise UnavailableError(
+                f"the daemon announced a pool of {pool_bytes} bytes with blocks of {part_bytes}"
+            )
+        self.pool_bytes = pool_bytes
+        self.part_bytes = part_bytes
+
+    def holds(self, offset: int) -> bool:
+        """Whether one part at `offset` lies within the pool."""
+        return 0 <= offset <= self.pool_bytes - self.part_bytes
+
+    def holds_all(self, offsets: Sequence[int]) -> bool:
+        """`holds` for each of many."""
+        return not offsets or (min(offsets) >= 0 and self.holds(max(offsets)))
+
+
+class AttachedPool(PoolShape):
     """The daemon's pool file as this process maps it.
 
     The mapping lives until the last view of it is gone, so a view never dangles, not even after
@@ -64,19 +85,10 @@ class AttachedPool:
             raise UnavailableError(
                 f"pool of {pool_bytes} bytes cannot be mapped: {error}"
             ) from None
-        self.pool_bytes = pool_bytes
-        self.part_bytes = part_bytes
+        super().__init__(pool_bytes, part_bytes)
         self._bytes = memoryview(mapped)
         self._array: npt.NDArray[np.uint8] = np.frombuffer(mapped, np.uint8)
         self._pinned: list[_PinnedChunk] = []
-
-    def holds(self, offset: int) -> bool:
-        """Whether one part at `offset` lies within the pool."""
-        return 0 <= offset <= self.pool_bytes - self.part_bytes
-
-    def holds_all(self, offsets: Sequence[int]) -> bool:
-        """`holds` for each of many."""
-        return not offsets or (min(offsets) >= 0 and self.holds(max(offsets)))
 
     def writable(self, offset: int) -> memoryview:
         """The part's bytes at `offset`. Raises InvalidRequestError outside the pool."""

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from client_sdk.attached_pool import PartPlace
 from client_sdk.session import SessionLostError, SessionState
+from client_sdk.transport.base import TransportAddress
 from emberkv_proto import hashing
 from emberkv_proto.convert import u64_array_from_wire, u64s_from_wire, u64s_to_wire
 from emberkv_proto.errors import (
@@ -95,6 +96,20 @@ class LeasedBlocks:
         self._sources = _checked_sources(granted.sources, self.usable_blocks)
         self._need(granted.needed_from)
         session.lend(self)
+
+    @property
+    def id(self) -> int:
+        """By which the daemon knows it, over whatever way its bytes are read."""
+        return self._id
+
+    @property
+    def transport(self) -> TransportAddress:
+        """The daemon's, in the life that knows the id. Raises InvalidRequestError: it is mapped."""
+        return self._session.transport
+
+    def offset(self, block: int) -> int:
+        """Where a ready block is in the daemon's pool. Raises InvalidRequestError as `view`."""
+        return self._offsets[self._checked(block)]
 
     @property
     def ready_blocks(self) -> int:
@@ -216,7 +231,7 @@ class LeasedBlocks:
         assert len(self._checksums) == self.ready_blocks, "a ready block has no checksum"
         assert len(self._sources) == self.usable_blocks, "a usable block has no source"
         assert self.needed_from <= self.usable_blocks, "a block beyond the lease is needed"
-        assert self._session.pool.holds_all(self._offsets), "a block outside the pool"
+        assert self._session.shape.holds_all(self._offsets), "a block outside the pool"
 
     def __del__(self) -> None:
         # Half-built objects get here too.
@@ -259,7 +274,7 @@ class LeasedBlocks:
                 f" for {brought} ready blocks"
             )
         fresh = u64s_from_wire(offsets)
-        pool = self._session.pool
+        pool = self._session.shape
         if ready_blocks > self.usable_blocks or not pool.holds_all(fresh):
             raise SessionLostError("a leased block lies outside the lease or the pool")
         self._offsets += fresh
@@ -315,11 +330,25 @@ class StagedBlocks:
         )
         if bool(self._uncommitted) != bool(self._id):
             raise SessionLostError("a stage without slots has an id, or slots have none")
-        if not session.pool.holds_all(self._offsets):  # 0 where nothing was granted
+        if not session.shape.holds_all(self._offsets):  # 0 where nothing was granted
             raise SessionLostError("a staged slot lies outside the pool")
         self._is_open = bool(self._uncommitted)
         if self._is_open:
             session.lend(self)
+
+    @property
+    def id(self) -> int:
+        """By which the daemon knows it, over whatever way its slots are written."""
+        return self._id
+
+    @property
+    def transport(self) -> TransportAddress:
+        """The daemon's, in the life that knows the id. Raises InvalidRequestError: it is mapped."""
+        return self._session.transport
+
+    def offset(self, block: int) -> int:
+        """Where a granted block's slot is in the daemon's pool. Raises as `view`."""
+        return self._offsets[self._checked(block)]
 
     @property
     def states(self) -> list[StageState]:
@@ -398,7 +427,7 @@ class StagedBlocks:
     def check_integrity(self) -> None:
         """Assert that what is uncommitted was granted and lies in the pool."""
         assert not any(self._states[i] for i in self._uncommitted), "not granted"
-        assert self._session.pool.holds_all([self._offsets[i] for i in self._uncommitted])
+        assert self._session.shape.holds_all([self._offsets[i] for i in self._uncommitted])
         assert self._is_open or not self._uncommitted, "closed with uncommitted blocks"
 
     def __del__(self) -> None:

@@ -14,13 +14,12 @@ from google.protobuf.message import Message
 
 from client_sdk.session import (
     Backoff,
-    Endpoint,
     M,
     Pending,
     Session,
+    SessionEndpoint,
     SessionLostError,
     SessionState,
-    open_session,
 )
 from emberkv_proto.errors import EmberError, StaleIncarnationError, UnavailableError
 from emberkv_proto.v1 import store_pb2
@@ -48,7 +47,7 @@ class Connection:
     `Backoff`: a call that may not try yet fails at once.
     """
 
-    def __init__(self, endpoint: Endpoint, timeout_seconds: float) -> None:
+    def __init__(self, endpoint: SessionEndpoint, timeout_seconds: float) -> None:
         """Raises InvalidRequestError when the endpoint can never be reached as it is."""
         endpoint.check_path()
         self.endpoint = endpoint
@@ -258,7 +257,7 @@ class Connection:
         self._require_open()
         began = time.monotonic()
         try:
-            session = open_session(self.endpoint, max(deadline - began, 1e-3))
+            session = self.endpoint.open(max(deadline - began, 1e-3))
         except EmberError as error:
             now = time.monotonic()
             self._backoff.failed(now, now - began)

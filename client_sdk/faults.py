@@ -116,6 +116,12 @@ PEER_SERVE = _point(
     "A peer may read our bytes; none is sent yet. Dropped, the connection ends there.",
     _DROPS,
 )
+PEER_WRITE = _point(
+    "peer_write",
+    "An engine on another host is about to write a batch into staged slots.",
+    _FAILS,
+    is_io=False,
+)
 MID_TRANSFER = _point(
     "mid_transfer",
     "Blocks of a peer are in our pool; they are neither checked nor published.",

@@ -1,6 +1,6 @@
 """Async gRPC client of the global index, for daemons, routers and the command line.
 
-The only module of the SDK that needs grpcio.
+Of the SDK's modules only this, the hint client's and those of remote sessions need grpcio.
 """
 
 from __future__ import annotations

@@ -16,13 +16,14 @@ from array import array
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 from weakref import WeakSet
 
 from google.protobuf.message import DecodeError, Message
 
-from client_sdk.attached_pool import AttachedPool
+from client_sdk.attached_pool import AttachedPool, PoolShape
 from client_sdk.frame_socket import Frame, FrameSocket
+from client_sdk.transport.base import TransportAddress
 from emberkv_proto import __version__
 from emberkv_proto.convert import engine_to_wire, namespace_id_from_wire
 from emberkv_proto.errors import (
@@ -39,6 +40,9 @@ from emberkv_proto.types import EngineInfo, Incarnation, NamespaceId, NodeId
 from emberkv_proto.v1 import common_pb2, store_pb2
 from emberkv_proto.wire import HEADER, PROTOCOL, FrameHeader, Method, pack_frame, unpack_header
 
+if TYPE_CHECKING:
+    from client_sdk.tls import Tls  # which needs grpcio
+
 MAX_SOCKET_PATH_BYTES = 107
 _READ_BYTES = 64 * 1024
 _MAX_DESCRIPTORS = 4
@@ -52,14 +56,54 @@ class SessionLostError(UnavailableError):
 
 
 @dataclass(frozen=True, slots=True)
+class RemoteAddress:
+    """A daemon on another host: host:port of its gRPC server, and the certificates for it."""
+
+    address: str
+    tls: Tls | None = None
+
+
+class SessionEndpoint(Protocol):
+    """Where a client connects, whatever carries its frames, and what it says of itself."""
+
+    @property
+    def where(self) -> str:
+        """For messages."""
+        ...
+
+    @property
+    def namespace(self) -> Namespace | None: ...
+
+    @property
+    def part(self) -> int: ...
+
+    def hello(self) -> store_pb2.HelloRequest: ...
+
+    def check_path(self) -> None:
+        """Raises InvalidRequestError when it can never be reached."""
+        ...
+
+    def open(self, seconds: float) -> Session:
+        """Connect and shake hands; raises as `open_session`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where a client connects, and what it says of itself. Without a namespace: an operator."""
+    """A daemon's socket on this node. Without a namespace: an operator."""
 
     socket_path: Path
     namespace: Namespace | None = None
     part: int = 0
     engine: EngineInfo | None = None
     client_name: str = ""
+
+    @property
+    def where(self) -> str:
+        return str(self.socket_path)
+
+    def open(self, seconds: float) -> Session:
+        return open_session(self, seconds)
 
     def hello(self) -> store_pb2.HelloRequest:
         return store_pb2.HelloRequest(
@@ -112,6 +156,8 @@ class Terms:
     heartbeat_seconds: float
     lease_seconds: float
     version: str
+    transport: TransportAddress | None = None
+    """Where a session over the network reads and writes its slots."""
 
 
 class Borrower(Protocol):
@@ -125,7 +171,7 @@ class Borrower(Protocol):
 class SessionState:
     """An open session: terms, mapped pool, borrowers. Safe to use from several threads."""
 
-    def __init__(self, sock: socket.socket, terms: Terms, pool: AttachedPool | None) -> None:
+    def __init__(self, sock: socket.socket, terms: Terms, pool: PoolShape | None) -> None:
         self.terms = terms
         self._pool = pool
         self._sock = sock
@@ -155,11 +201,27 @@ class SessionState:
             return False  # closed meanwhile, by another thread
 
     @property
-    def pool(self) -> AttachedPool:
-        """Raises InvalidRequestError in an operator's session, which maps nothing."""
+    def shape(self) -> PoolShape:
+        """Raises InvalidRequestError in an operator's session, which has no pool."""
         if self._pool is None:
             raise InvalidRequestError("an operator's session has no pool")
         return self._pool
+
+    @property
+    def pool(self) -> AttachedPool:
+        """The mapped pool. Raises InvalidRequestError in a session that maps none."""
+        if not isinstance(self.shape, AttachedPool):
+            raise InvalidRequestError(
+                "the pool of this session is on another host; a RemoteClient reads and writes it"
+            )
+        return self.shape
+
+    @property
+    def transport(self) -> TransportAddress:
+        """Where its slots are reached. Raises InvalidRequestError where they are mapped."""
+        if self.terms.transport is None:
+            raise InvalidRequestError("this session's slots are mapped; no transport reaches them")
+        return self.terms.transport
 
     def lend(self, borrower: Borrower) -> None:
         with self._lock:
@@ -231,7 +293,7 @@ class Session(SessionState):
     The daemon answers in order, so what is told (`tell`) is done before what is called later.
     """
 
-    def __init__(self, sock: socket.socket, terms: Terms, pool: AttachedPool | None) -> None:
+    def __init__(self, sock: socket.socket, terms: Terms, pool: PoolShape | None) -> None:
         super().__init__(sock, terms, pool)
         self.refused_tells = 0
         """How often the daemon refused what it was told."""
@@ -368,7 +430,7 @@ def open_session(endpoint: Endpoint, seconds: float) -> Session:
             os.close(descriptor)
 
 
-def hello_frame(endpoint: Endpoint) -> bytes:
+def hello_frame(endpoint: SessionEndpoint) -> bytes:
     return pack_frame(Method.HELLO, 0, endpoint.hello().SerializeToString())
 
 
@@ -394,10 +456,22 @@ def finish_handshake(
     endpoint: Endpoint, answer: bytes, descriptors: list[int]
 ) -> tuple[Terms, AttachedPool | None]:
     """Check the daemon's answer against what was asked, and map the pool."""
+    terms = finish_terms(endpoint, answer)
+    if endpoint.namespace is None:
+        return terms, None
+    if len(descriptors) != 1:
+        raise UnavailableError(
+            f"node {terms.node_id} sent {len(descriptors)} pool descriptors, wanted one"
+        )
+    return terms, AttachedPool(descriptors[0], terms.pool_bytes, terms.part_bytes)
+
+
+def finish_terms(endpoint: SessionEndpoint, answer: bytes) -> Terms:
+    """Check the daemon's answer to HELLO against what was asked."""
     try:
         hello = read_answer(memoryview(answer), Method.HELLO, 0, store_pb2.HelloResponse)
     except AccessDeniedError as error:
-        raise AccessDeniedError(f"{endpoint.socket_path}: {error}") from None
+        raise AccessDeniedError(f"{endpoint.where}: {error}") from None
     for name in ("heartbeat_seconds", "lease_seconds"):
         if not 0 < getattr(hello, name) < 86400:
             raise UnavailableError(f"the daemon announced {name} {getattr(hello, name)}")
@@ -412,20 +486,19 @@ def finish_handshake(
         hello.heartbeat_seconds,
         hello.lease_seconds,
         hello.version,
+        TransportAddress(hello.transport, hello.transport_address, Incarnation(hello.incarnation))
+        if hello.transport
+        else None,
     )
     if namespace is None:
-        return terms, None
+        return terms
     part_bytes = namespace.part_bytes(endpoint.part)
     if terms.namespace_id != namespace.id or terms.part_bytes != part_bytes:
         raise LayoutMismatchError(
             f"node {terms.node_id} opened namespace {hello.namespace_id.hex()} with parts of"
             f" {terms.part_bytes} bytes; asked was {namespace.id.hex()} with {part_bytes}"
         )
-    if len(descriptors) != 1:
-        raise UnavailableError(
-            f"node {terms.node_id} sent {len(descriptors)} pool descriptors, wanted one"
-        )
-    return terms, AttachedPool(descriptors[0], terms.pool_bytes, part_bytes)
+    return terms
 
 
 def read_answer(frame: memoryview, method: Method, request_id: int, answer: type[M]) -> M:

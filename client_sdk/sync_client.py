@@ -20,7 +20,7 @@ from client_sdk.get_pipeline import GetPipeline
 from client_sdk.patience import DEFAULT_PATIENCE, Patience, check_seconds
 from client_sdk.prefetch import HintedSource, Prefetch, prefetch_request
 from client_sdk.put_pipeline import PutPipeline, PutResult
-from client_sdk.session import Endpoint, Terms
+from client_sdk.session import Endpoint, RemoteAddress, SessionEndpoint, Terms
 from client_sdk.status import NodeStatus, status_from_wire
 from client_sdk.sync_borrowed import Lease, StagedWrite
 from emberkv_proto.errors import (
@@ -63,7 +63,7 @@ class SyncClient:
 
     def __init__(
         self,
-        socket_path: Path | str,
+        daemon: Path | str | RemoteAddress,
         namespace: Namespace,
         *,
         part: int = 0,
@@ -75,6 +75,8 @@ class SyncClient:
         """Does not connect: the daemon may be away.
 
         Args:
+            daemon: the socket of this node's daemon; or one on another host, whose sessions map no
+                pool (`RemoteClient` moves their bytes).
             part: this rank's part of each block, `group * shards + shard`.
             engine: told to the index through the daemon, so that routers find this engine.
             timeout_seconds: what one call costs at most, connecting included.
@@ -84,10 +86,16 @@ class SyncClient:
             InvalidRequestError: no such part, or a path that is too long for a socket.
         """
         self._part_bytes = namespace.part_bytes(part)
-        self._connection = Connection(
-            Endpoint(Path(socket_path), namespace, part, engine, client_name),
-            check_seconds(timeout_seconds),
-        )
+        endpoint: SessionEndpoint
+        if isinstance(daemon, RemoteAddress):
+            from client_sdk.remote_session import RemoteEndpoint  # needs grpcio
+
+            endpoint = RemoteEndpoint(
+                daemon.address, namespace, part, engine, client_name, daemon.tls
+            )
+        else:
+            endpoint = Endpoint(Path(daemon), namespace, part, engine, client_name)
+        self._connection = Connection(endpoint, check_seconds(timeout_seconds))
         self._timeout_seconds = timeout_seconds
         self._patience = patience
         self._block_tokens = namespace.block_tokens
@@ -335,7 +343,7 @@ class SyncClient:
     def _terms(self) -> Terms:
         session = self._connection.session
         if session is None:
-            raise UnavailableError(f"not connected to {self._connection.endpoint.socket_path}")
+            raise UnavailableError(f"not connected to {self._connection.endpoint.where}")
         return session.terms
 
     def _keep_beating(self) -> None:

@@ -77,3 +77,13 @@ def bind(server: grpc.aio.Server, address: str, tls: Tls | None) -> int:
     if tls is None:
         return server.add_insecure_port(address)
     return server.add_secure_port(address, tls.server_credentials())
+
+
+def open_blocking_channel(
+    address: str, tls: Tls | None, options: tuple[tuple[str, int], ...]
+) -> grpc.Channel:
+    """As `open_channel`, for threads."""
+    if tls is None:
+        return grpc.insecure_channel(address, options=options)
+    names = (("grpc.ssl_target_name_override", tls.server_name),) if tls.server_name else ()
+    return grpc.secure_channel(address, tls.channel_credentials(), options=(*options, *names))

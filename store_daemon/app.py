@@ -204,16 +204,17 @@ class Daemon:
         stack.callback(view.release)
         pool_descriptor = pool.open_for_agents()
         stack.callback(os.close, pool_descriptor)
-        transport = make_transport(settings, incarnation, pool_descriptor)
+        transport = make_transport(settings, incarnation, pool_descriptor, store.placements.begin)
         stack.callback(transport.shutdown)
         self._recovering(f"opening the {transport.name} transport")
         await asyncio.get_running_loop().run_in_executor(opener, transport.register, view)
         address = await asyncio.get_running_loop().run_in_executor(
             opener, transport.serve, store.may_read
         )
+        takes_engines = bool(settings.transport.engine_agents)
         servicer = Servicer(
             store,
-            NodeIdentity(node_id, incarnation),
+            NodeIdentity(node_id, incarnation, address if takes_engines else None),
             daemon,
             lambda: publisher.seq,
             lambda: self._announce(publisher, servicer),
@@ -278,7 +279,8 @@ class Daemon:
                 self._manager.ready("serving")
 
         operators = operator_calls(servicer, self.stop, reload)
-        grpc.open_to(GrpcParts(publisher, store, store, address, operators))
+        sessions = server if takes_engines else None
+        grpc.open_to(GrpcParts(publisher, store, store, address, operators, sessions))
         self._reload = reload
         self.life.state = "serving"
         self._announce(publisher, servicer)

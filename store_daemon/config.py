@@ -285,6 +285,8 @@ class TransportSection(Section):
     """Network devices for UCX, as mlx5_0:1; all must be there. Empty: UCX chooses."""
     agents: Annotated[int, Field(ge=1, le=16)] = 2
     """UCX processes that read, some 100 MiB each beside the pool; one more serves."""
+    engine_agents: Annotated[int, Field(ge=0, le=16)] = 0
+    """UCX processes into whose pool engines on other hosts write; 0: such engines are refused."""
     progress_seconds: Seconds = 2.0
     """A peer that moves no byte for this long has failed."""
 
@@ -299,6 +301,8 @@ class TransportSection(Section):
             raise ValueError("kind tcp knows no RDMA; with rdma required, kind is auto or ucx")
         if self.devices and self.kind == "tcp":
             raise ValueError("devices are for UCX, and kind is tcp")
+        if self.engine_agents and self.kind != "ucx":
+            raise ValueError("engine_agents need kind ucx: engines on other hosts write over UCX")
         return self
 
 

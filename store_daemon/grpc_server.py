@@ -39,6 +39,7 @@ from store_daemon.life import Life
 from store_daemon.operator_server import OperatorCalls, OperatorService
 from store_daemon.ports import HintStore, PeerStore
 from store_daemon.publisher import BucketWish, Published, Publisher
+from store_daemon.session_tunnel import SessionDoor, SessionTunnel
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +59,8 @@ class GrpcParts:
     hints: HintStore
     transport: TransportAddress
     operators: OperatorCalls
+    sessions: SessionDoor | None = None
+    """None: engines of other hosts are not taken."""
 
 
 class GrpcServer:
@@ -87,6 +90,9 @@ class GrpcServer:
         store_pb2_grpc.add_PeerServicer_to_server(_Peer(self._door), self._server)  # type: ignore[no-untyped-call]
         store_pb2_grpc.add_HintsServicer_to_server(  # type: ignore[no-untyped-call]
             HintService(lambda: self._door.enter().hints), self._server
+        )
+        store_pb2_grpc.add_SessionsServicer_to_server(  # type: ignore[no-untyped-call]
+            SessionTunnel(lambda: self._door.enter().sessions), self._server
         )
         self._server.add_generic_rpc_handlers((self._operators.handlers(),))
 

@@ -502,6 +502,8 @@ class Lender:
             self._lose_interest(lease, block.hash)
         self._withdraw(gone)
         self._holdings.unpin(gone)
+        if gone:
+            self.peer_ranges.end(lease.id)  # what is left is allowed anew with the next answer
         if lease.id in self._pulling and None not in lease.blocks:
             self._stop_pulling(lease)
         if lease.is_complete:

@@ -87,6 +87,16 @@ class LocalServer:
             listener.close()
             raise PreflightError(f"cannot listen on {path}: {error.strerror}") from None
 
+    async def admit_remote(self, sock: socket.socket) -> None:
+        """Serve an engine of another host, whose frames come over this socket."""
+        await asyncio.get_running_loop().connect_accepted_socket(
+            lambda: RemoteConnection(self, self._servicer), sock
+        )
+
+    @property
+    def lease_seconds(self) -> float:
+        return self._settings.lease_seconds
+
     @property
     def stage_seconds(self) -> float:
         return self._settings.stage_seconds
@@ -125,6 +135,9 @@ class LocalServer:
 
 class Connection(asyncio.Protocol):
     """One client. Its session begins with HELLO, its first frame."""
+
+    is_remote = False
+    """Whether its engine is on another host, so that it gets no descriptor."""
 
     def __init__(self, server: LocalServer, servicer: Servicer) -> None:
         self._server = server
@@ -294,6 +307,7 @@ class Connection(asyncio.Protocol):
             if len(self._servicer.store.sessions) >= MAX_SESSIONS:
                 raise UnavailableError(f"this daemon serves {MAX_SESSIONS} sessions already")
             session = self._servicer.open_session(payload)
+            session.is_remote = self.is_remote
         except EmberError as error:
             self._answer_error(header, error)
             self._is_closing = True
@@ -304,7 +318,7 @@ class Connection(asyncio.Protocol):
         answer = pack_frame(
             Method.HELLO, header.request_id, self._servicer.describe_session(session)
         )
-        if session.namespace is None:
+        if session.namespace is None or self.is_remote:
             self._transport.write(answer)
         else:
             self._send_with_pool(answer)
@@ -388,6 +402,16 @@ class Connection(asyncio.Protocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+class RemoteConnection(Connection):
+    """A client on another host. Its network may break without a word, so silence ends it."""
+
+    is_remote = True
+
+    def is_silent(self, now: float) -> bool:
+        allowed = max(self._server.stage_seconds, self._server.lease_seconds)
+        return super().is_silent(now) or now - self._last_heard > allowed
 
 
 def listen_on(path: Path, setting: str, for_group: bool) -> socket.socket:

@@ -49,7 +49,9 @@ TRANSPORT_HELP = {
     "pushed_bytes": "Bytes that peers' UCX agents wrote into this node's pool.",
     "plain_bytes": "Bytes that came over plain TCP though the transport is ucx.",
     "restarted_reads": "Reads that began again because another one took their UCX agent with it.",
-    "quarantines": "Reads that failed in the middle; each cost a UCX agent.",
+    "quarantines": "Reads and writes that failed in the middle; each cost a UCX agent.",
+    "placed_bytes": "Bytes that engines on other hosts have written into staged slots.",
+    "refused_writes": "Writes of such engines outside what their stage covers.",
     "replaced_agents": "UCX agents that ended and were made anew.",
 }
 """What the counts of a `TransportReport` mean."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
 
-from store_daemon.leases import LeaseId
+from store_daemon.leases import Lease, LeaseId
 from store_daemon.tiers.slots import Slot
 
 
@@ -34,6 +35,12 @@ class PeerRanges:
             tuple(slot.offset for slot in by_offset),
             tuple(slot.payload_bytes for slot in by_offset),
         )
+
+    def allow_ready(self, lease: Lease, part: int) -> None:
+        """Let an engine on another host read its part of what is ready, until the lease ends."""
+        blocks = lease.blocks[lease.needs.starts[part] : lease.ready]
+        slots = [block.slots[part] for block in blocks if block is not None]
+        self.allow(lease.id, filter(None, slots), math.inf)
 
     def end(self, lease_id: LeaseId) -> None:
         self._by_lease.pop(lease_id, None)

@@ -21,7 +21,6 @@ import numpy.typing as npt
 
 from client_sdk.index_client import IndexedNode
 from client_sdk.tls import Tls
-from client_sdk.transport.base import Peer, TransportAddress
 from emberkv_proto.errors import (
     DeadlineError,
     EmberError,

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from google.protobuf.message import DecodeError, Message
 
 from client_sdk import faults
+from client_sdk.transport.base import TransportAddress
 from emberkv_proto import __version__
 from emberkv_proto.convert import (
     engine_from_wire,
@@ -45,6 +46,8 @@ class NodeIdentity:
 
     node_id: NodeId
     incarnation: Incarnation
+    transport: TransportAddress | None = None
+    """Where engines on other hosts reach the pool; None: they do not."""
 
 
 class Servicer:
@@ -119,6 +122,7 @@ class Servicer:
     def describe_session(self, session: Session) -> bytes:
         """The answer to HELLO."""
         namespace = session.namespace
+        transport = self._identity.transport if session.is_remote else None
         return store_pb2.HelloResponse(
             node_id=self._identity.node_id,
             incarnation=self._identity.incarnation,
@@ -129,6 +133,8 @@ class Servicer:
             heartbeat_seconds=self._settings.heartbeat_seconds,
             lease_seconds=self._settings.lease_seconds,
             version=__version__,
+            transport=transport.transport if transport else "",
+            transport_address=transport.address if transport else "",
         ).SerializeToString()
 
     def end_session(self, session: Session) -> None:
@@ -157,6 +163,7 @@ class Servicer:
         lease = await self.store.wait(
             session, LeaseId(request.lease_id), request.from_block, seconds, request.until_block
         )
+        self._show(session, lease)
         start = request.from_block
         places = _places(lease, session.part, start)
         return store_pb2.WaitResponse(
@@ -247,6 +254,7 @@ class Servicer:
         )
         if lease is None:
             return store_pb2.AcquireResponse()
+        self._show(session, lease)
         places = _places(lease, session.part, 0)
         if places.are_unsummed:
             self.store.lender.learn_checksums(lease)
@@ -261,6 +269,10 @@ class Servicer:
             needed_from=lease.needs.starts[session.part],
             seconds_to_complete=self.store.lender.estimates.seconds_to_complete(lease),
         )
+
+    def _show(self, session: Session, lease: Lease) -> None:
+        if session.is_remote:
+            self.store.lender.peer_ranges.allow_ready(lease, session.part)
 
     def _release(self, session: Session, request: Message) -> Message:
         assert isinstance(request, store_pb2.ReleaseRequest)

@@ -30,6 +30,8 @@ class Session:
     namespace: StoredNamespace | None
     part: int
     engine: EngineInfo | None
+    is_remote: bool = False
+    """Its engine is on another host: it reads and writes slots through the transport."""
     stages: dict[int, dict[BlockHash, StagedPart]] = field(default_factory=dict)
 
     @property

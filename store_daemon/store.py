@@ -45,6 +45,7 @@ from store_daemon.limbo import Limbo
 from store_daemon.local_index import LocalIndex
 from store_daemon.namespaces import NamespaceBook
 from store_daemon.operations import Operations
+from store_daemon.placements import Placements
 from store_daemon.ports import EventSink, Followed, PeerGrant, Puller, PullTarget
 from store_daemon.prefetching import NOTHING, Scheduled
 from store_daemon.quotas import change_quotas, tenants_of
@@ -118,6 +119,7 @@ class BlockStore:
         self._last_session = 0
         self._last_stage = 0
         self.limbo = Limbo()
+        self.placements = Placements()
         self._tasks: list[asyncio.Task[None]] = []
         self._is_trimming = False
 
@@ -187,6 +189,8 @@ class BlockStore:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.lender.promoter.settle()
         self.holdings.give_back(self.limbo.rested(math.inf))
+        # What is still being written stays STAGED in the pool file: the next life lets it rest.
+        self.holdings.give_back(self.placements.settled())
         self._readers.shutdown()
         self._writer.shutdown()
 
@@ -279,6 +283,7 @@ class BlockStore:
             return Staged(0, states, grants.offsets)
         self._last_stage += 1
         session.stages[self._last_stage] = grants.granted
+        self.placements.cover(session, self._last_stage)
         self._trim_soon()
         return Staged(self._last_stage, states, grants.offsets)
 
@@ -295,9 +300,12 @@ class BlockStore:
 
         Raises:
             UnknownStageError: not this session's stage, or a block that is not staged in it.
-            InvalidRequestError: not one checksum for each hash, or a hash twice.
+            InvalidRequestError: not one checksum for each hash, a hash twice, or a stage that is
+                still being written.
         """
         stage = self._stage(session, stage_id)
+        if self.placements.is_written(stage_id):
+            raise InvalidRequestError(f"stage {stage_id} is still being written")
         checksums = checksums or [UNKNOWN_CHECKSUM] * len(hashes)
         if len(hashes) != len(checksums) or len(set(hashes)) != len(hashes):
             raise InvalidRequestError(
@@ -315,6 +323,7 @@ class BlockStore:
                     self.lender.promoter.learn_checksums(one.block)
         if not stage:
             del session.stages[stage_id]
+        self.placements.cover(session, stage_id)
         self.holdings.counters["committed_parts"] += len(hashes)
         self.holdings.publish()
         self._trim_soon()
@@ -324,7 +333,7 @@ class BlockStore:
         """Give up what is still staged; the client writes no more. Raises UnknownStageError."""
         stage = self._stage(session, stage_id)
         del session.stages[stage_id]
-        self.holdings.give_back(self._unstage(session, stage))
+        self.holdings.give_back(self._unstage(session, stage_id, stage))
 
     # ---- reading ----
 
@@ -479,6 +488,7 @@ class BlockStore:
         self.holdings.check_integrity()
         self.lender.check_integrity()
         self.limbo.check_integrity()
+        self.placements.check_integrity()
         if self.writeback is not None:
             self.writeback.check_integrity()
         for session in self.sessions.values():
@@ -509,19 +519,22 @@ class BlockStore:
             )
         return stage
 
-    def _unstage(self, session: Session, stage: dict[BlockHash, StagedPart]) -> list[Slot]:
+    def _unstage(
+        self, session: Session, stage_id: int, stage: dict[BlockHash, StagedPart]
+    ) -> list[Slot]:
+        """Give up a stage; the slots into which nothing is being written."""
         for staged in stage.values():
             self.holdings.abort_part(staged.block, session.part)
         self.holdings.publish()
-        return [staged.slot for staged in stage.values()]
+        return self.placements.withdraw(stage_id, [staged.slot for staged in stage.values()])
 
     def _end(self, session: Session) -> list[Slot]:
         """What every way a session can end does; returns the slots it was writing."""
         del self.sessions[session.id]
         self.lender.end_session(session.id)
         slots: list[Slot] = []
-        for stage in session.stages.values():
-            slots += self._unstage(session, stage)
+        for stage_id, stage in session.stages.items():
+            slots += self._unstage(session, stage_id, stage)
         session.stages.clear()
         return slots
 
@@ -560,6 +573,7 @@ class BlockStore:
         if self.writeback is not None:
             self.writeback.retry(now)
         self.holdings.give_back(self.limbo.rested(now))
+        self.holdings.give_back(self.placements.settled())
         self.holdings.publish()
         self._wake_writeback()
         self._trim_soon()

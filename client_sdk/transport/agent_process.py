@@ -9,10 +9,13 @@ import subprocess
 import sys
 import threading
 import time
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
+from client_sdk.transport.base import Segment
 from client_sdk.transport.lane import (
     HEADER_BYTES,
     AgentFacts,
@@ -21,9 +24,11 @@ from client_sdk.transport.lane import (
     Move,
     Reply,
     pack_frame,
+    unpack_places,
 )
+from client_sdk.transport.memory import HostMemory, Memory
 from client_sdk.transport.timed_socket import Clock, TimedSocket
-from emberkv_proto.errors import DeadlineError, UnavailableError
+from emberkv_proto.errors import DeadlineError, FrameError, UnavailableError
 
 log = logging.getLogger(__name__)
 
@@ -98,6 +103,25 @@ class Lane:
         self._sock.close()
 
 
+@dataclass(frozen=True, slots=True)
+class _Region:
+    """Where a region begins: counted through all regions, and from the agent's base."""
+
+    start: int
+    from_base: int
+    length: int
+
+
+def _laid_out(memory: Sequence[Memory], addresses: Sequence[int], base: int) -> tuple[_Region, ...]:
+    regions, start = [], 0
+    for region, address in zip(memory, addresses, strict=True):
+        if address < base:
+            raise FrameError("an agent's region lies before its base")
+        regions.append(_Region(start, address - base, region.length))
+        start += region.length
+    return tuple(regions)
+
+
 class AgentProcess:
     """One agent. Starting blocks until it can work; `destroy` is quick and final, from any thread.
 
@@ -107,7 +131,7 @@ class AgentProcess:
     def __init__(
         self,
         name: str,
-        pool_descriptor: int,
+        memory: Sequence[Memory],
         lanes: int,
         environment: Mapping[str, str],
         progress_seconds: float,
@@ -125,11 +149,13 @@ class AgentProcess:
         self._lanes = [Lane(TimedSocket(sock, progress_seconds, clock)) for sock in ours]
         self._idle = list(self._lanes)
         self._freed = threading.Condition(self._lock)
-        numbers = [pool_descriptor, *(sock.fileno() for sock in theirs)]
+        numbers = [sock.fileno() for sock in theirs]
+        mapped = [region.descriptor for region in memory if isinstance(region, HostMemory)]
+        specs = ",".join(region.spec() for region in memory)
         try:
             self._process = subprocess.Popen(
-                [*_PROGRAM, str(os.getpid()), name, *map(str, numbers)],
-                pass_fds=numbers,
+                [*_PROGRAM, str(os.getpid()), name, specs, *map(str, numbers)],
+                pass_fds=[*numbers, *mapped],
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, **environment},
             )
@@ -142,10 +168,32 @@ class AgentProcess:
                 sock.close()
         try:
             self.facts = self._lanes[0].await_start(START_SECONDS)
+            raw = self._lanes[0].ask(Command.PLACES, b"")
+            self._regions = _laid_out(memory, unpack_places(raw, len(memory)), self.facts.base)
         except BaseException:
             self.destroy()
             self.close()
             raise
+
+    @property
+    def span_bytes(self) -> int:
+        """From the lowest address of its memory to the highest."""
+        return max(region.from_base + region.length for region in self._regions)
+
+    def placed(self, segments: Sequence[Segment]) -> Sequence[Segment]:
+        """Local offsets into all regions, one after another, as offsets from the agent's base.
+
+        No segment may cross the border of two regions.
+        """
+        if len(self._regions) == 1:
+            return segments
+        starts = [region.start for region in self._regions]
+        placed = []
+        for segment in segments:
+            region = self._regions[bisect_right(starts, segment.local_offset) - 1]
+            within = segment.local_offset - region.start
+            placed.append(Segment(region.from_base + within, segment.remote_offset, segment.length))
+        return placed
 
     @property
     def pid(self) -> int:

@@ -2,8 +2,9 @@
 
 daemon: COMMAND (kind, length) + body          agent: REPLY (status, length) + body
 INTRODUCE: a remote agent's metadata           OK: its name
+PLACES:                                        OK: n x address, of its regions
 FORGET:    a name                              OK
-MOVE:      direction, name, n x Range          OK when every byte has arrived
+MOVE:      direction, place, name, n x Range   OK when every byte has arrived
 
 An agent answers the commands of one lane in their order, and works on those of all its lanes at
 once. FAILED and LOST carry a text; after LOST nothing of that remote agent can be believed.
@@ -16,6 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
+from client_sdk.transport.memory import HOST
 from emberkv_proto.errors import FrameError
 
 MAX_BODY_BYTES = 1 << 20
@@ -23,7 +25,8 @@ MAX_BODY_BYTES = 1 << 20
 MAX_RANGES = 8192
 
 _HEADER = struct.Struct("<II")
-_MOVE = struct.Struct("<BH")
+_MOVE = struct.Struct("<BHH")
+_ADDRESS = struct.Struct("<Q")
 _RANGE = struct.Struct("<QQQ")
 _READY = struct.Struct("<QHH")
 
@@ -34,6 +37,7 @@ class Command(IntEnum):
     INTRODUCE = 1
     FORGET = 2
     MOVE = 3
+    PLACES = 4
 
 
 class Reply(IntEnum):
@@ -75,20 +79,22 @@ class Move:
     direction: Direction
     remote_name: bytes
     ranges: Sequence[Range]
+    remote_place: int = HOST
+    """Of the remote agent's memory (see `memory`)."""
 
     def pack(self) -> bytes:
         return (
-            _MOVE.pack(self.direction, len(self.remote_name))
+            _MOVE.pack(self.direction, self.remote_place, len(self.remote_name))
             + self.remote_name
             + b"".join(_RANGE.pack(r.local, r.remote, r.length) for r in self.ranges)
         )
 
     @staticmethod
     def unpack(raw: bytes | bytearray) -> Move:
-        direction, name_bytes = _MOVE.unpack_from(raw)
+        direction, place, name_bytes = _MOVE.unpack_from(raw)
         start = _MOVE.size + name_bytes
         ranges = [Range(*numbers) for numbers in _RANGE.iter_unpack(raw[start:])]
-        return Move(Direction(direction), bytes(raw[_MOVE.size : start]), ranges)
+        return Move(Direction(direction), bytes(raw[_MOVE.size : start]), ranges, place)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +102,7 @@ class AgentFacts:
     """What an agent says of itself once it can work: the first reply on its first lane."""
 
     base: int
-    """Where the pool begins in its process."""
+    """Where its memory begins in its process; of several regions, the lowest address."""
     transports: tuple[str, ...]
     """UCX's, as "rc_mlx5/mlx5_0:1"."""
     metadata: bytes
@@ -121,6 +127,17 @@ class AgentFacts:
         except UnicodeDecodeError:
             raise FrameError("an agent's transports are not ASCII") from None
         return AgentFacts(base, tuple(transports), bytes(raw[end:]))
+
+
+def pack_places(addresses: Iterable[int]) -> bytes:
+    return b"".join(map(_ADDRESS.pack, addresses))
+
+
+def unpack_places(raw: bytes | bytearray, regions: int) -> tuple[int, ...]:
+    """Raises FrameError unless there is an address for each region."""
+    if len(raw) != regions * _ADDRESS.size:
+        raise FrameError(f"{len(raw)} bytes for the addresses of {regions} regions")
+    return tuple(address for (address,) in _ADDRESS.iter_unpack(raw))
 
 
 def pack_frame(kind: int, body: bytes) -> bytes:

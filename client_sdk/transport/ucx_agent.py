@@ -1,8 +1,8 @@
-"""A UCX agent, a process of its own: `python -m ...ucx_agent PARENT NAME POOL LANE...`.
+"""A UCX agent, a process of its own: `python -m ...ucx_agent PARENT NAME MEMORY LANE...`.
 
 UCX ends the process it lives in when it meets what it did not expect, and cannot take back bytes
 that are under way. So it lives here and not in the daemon: that a transfer was given up becomes
-certain by killing this process. It maps the pool (descriptor POOL), registers it with NIXL once and
+certain by killing this process. It opens the regions of MEMORY, registers them with NIXL once and
 answers commands (lane.py) on the sockets LANE..., all in one thread beside NIXL's own.
 """
 
@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from client_sdk.transport import cuda_ipc
 from client_sdk.transport.lane import (
     HEADER_BYTES,
     AgentFacts,
@@ -34,7 +35,9 @@ from client_sdk.transport.lane import (
     Move,
     Reply,
     pack_frame,
+    pack_places,
 )
+from client_sdk.transport.memory import HOST, DeviceMemory, Memory, check_memory, parse_spec
 from emberkv_proto.errors import EmberError, UnavailableError
 
 nixl: Any = import_module("nixl_cu12._bindings")  # its Python layer fixes the delay below at 0
@@ -60,10 +63,12 @@ def die_with(parent: int) -> None:
         os._exit(1)
 
 
-class PoolAgent:
-    """A NIXL agent with one registered region. Belongs to one thread."""
+class MemoryAgent:
+    """A NIXL agent with its memory registered. Belongs to one thread."""
 
-    def __init__(self, name: str, pool: mmap.mmap) -> None:
+    def __init__(self, name: str, memory: tuple[Memory, ...]) -> None:
+        self._place = check_memory(memory)
+        self._opened = [_open(region) for region in memory]
         config = nixl.nixlAgentConfig()
         config.useProgThread = True
         config.useListenThread = False
@@ -79,13 +84,15 @@ class PoolAgent:
             raise UnavailableError(
                 f"{error}; with {' '.join(given)} it finds only {' '.join(ucx_transports())}"
             ) from None
-        array = np.frombuffer(pool, np.uint8)
-        self.base = int(array.ctypes.data)
-        region = nixl.nixlRegDList(nixl.DRAM_SEG, [(self.base, array.nbytes, 0, "")])
-        self._agent.registerMem(region, self._backends)
+        self.addresses = tuple(opened.address for opened in self._opened)
+        rows = [
+            (address, region.length, _device(self._place), "")
+            for address, region in zip(self.addresses, memory, strict=True)
+        ]
+        self._agent.registerMem(nixl.nixlRegDList(_kind(self._place), rows), self._backends)
 
     def facts(self) -> AgentFacts:
-        return AgentFacts(self.base, ucx_transports(), self._agent.getLocalMD())
+        return AgentFacts(min(self.addresses), ucx_transports(), self._agent.getLocalMD())
 
     def introduce(self, metadata: bytes) -> bytes:
         name: bytes = self._agent.loadRemoteMD(metadata)
@@ -97,12 +104,13 @@ class PoolAgent:
 
     def post(self, move: Move) -> Any:
         """Begin a move; give its handle."""
-        local = [(r.local, r.length, 0) for r in move.ranges]
-        remote = [(r.remote, r.length, 0) for r in move.ranges]
+        here, there = _device(self._place), _device(move.remote_place)
+        local = [(r.local, r.length, here) for r in move.ranges]
+        remote = [(r.remote, r.length, there) for r in move.ranges]
         handle = self._agent.createXferReq(
             nixl.NIXL_READ if move.direction is Direction.READ else nixl.NIXL_WRITE,
-            nixl.nixlXferDList(nixl.DRAM_SEG, local),
-            nixl.nixlXferDList(nixl.DRAM_SEG, remote),
+            nixl.nixlXferDList(_kind(self._place), local),
+            nixl.nixlXferDList(_kind(move.remote_place), remote),
             move.remote_name.decode(),
             b"",
             self._backends,
@@ -121,6 +129,33 @@ class PoolAgent:
     def release(self, handle: Any) -> None:
         with suppress(*_NIXL_ERRORS):  # of a move that failed or cannot be cancelled
             self._agent.releaseXferReq(handle)
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """A region in this process, and what keeps it there."""
+
+    address: int
+    keeps: object
+
+
+def _open(region: Memory) -> _Opened:
+    """Raises UnavailableError when there is less behind the name than it says, or nothing."""
+    if isinstance(region, DeviceMemory):
+        return _Opened(cuda_ipc.open_memory(region), None)
+    size = os.fstat(region.descriptor).st_size
+    if size < region.length:
+        raise UnavailableError(f"a file of {size} bytes where {region.length} were announced")
+    array = np.frombuffer(mmap.mmap(region.descriptor, region.length), np.uint8)
+    return _Opened(int(array.ctypes.data), array)
+
+
+def _kind(place: int) -> Any:
+    return nixl.DRAM_SEG if place == HOST else nixl.VRAM_SEG
+
+
+def _device(place: int) -> int:
+    return max(0, place - 1)
 
 
 def ucx_transports() -> tuple[str, ...]:
@@ -164,7 +199,7 @@ class _Lane:
 class AgentLoop:
     """Serves lanes until the daemon has closed them all."""
 
-    def __init__(self, agent: PoolAgent, lanes: list[socket.socket]) -> None:
+    def __init__(self, agent: MemoryAgent, lanes: list[socket.socket]) -> None:
         self._agent = agent
         self._lanes = {sock.fileno(): _Lane(sock) for sock in lanes}
         self._poll = select.poll()
@@ -204,6 +239,8 @@ class AgentLoop:
                 case Command.FORGET:
                     self._agent.forget(bytes(body))
                     lane.sock.sendall(pack_frame(Reply.OK, b""))
+                case Command.PLACES:
+                    lane.sock.sendall(pack_frame(Reply.OK, pack_places(self._agent.addresses)))
                 case Command.MOVE:
                     lane.moves.append(self._agent.post(Move.unpack(body)))
 
@@ -242,13 +279,12 @@ def _receive(sock: socket.socket, length: int) -> bytes | None:
 
 
 def main() -> None:
-    parent, name, pool_fd, *lane_fds = sys.argv[1:]
+    parent, name, specs, *lane_fds = sys.argv[1:]
     die_with(int(parent))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the daemon, which ends us
     lanes = [socket.socket(fileno=int(number)) for number in lane_fds]
-    pool = mmap.mmap(int(pool_fd), os.fstat(int(pool_fd)).st_size)
     try:
-        agent = PoolAgent(name, pool)
+        agent = MemoryAgent(name, tuple(map(parse_spec, specs.split(","))))
         lanes[0].sendall(pack_frame(Reply.OK, agent.facts().pack()))
         AgentLoop(agent, lanes).run()
     except OSError:

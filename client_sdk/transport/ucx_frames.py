@@ -8,6 +8,10 @@ PUSH:  the owner writes the ranges into the reader's pool; each ANSWER says how 
 CHECK: one ANSWER, whether the lease covers the ranges now. The reader asks before and after it
        reads by itself.
 
+Behind a hello with PUT_MAGIC the roles change: the reader becomes a writer, and PLACE asks whether
+it may write ranges of a stage. After OK it writes by itself and sends ANSWERs as the owner does in
+a push; until the last one the owner keeps the slots, and it ends its agent if that does not come.
+
 After REFUSED nothing was written, and the connection goes on. After FAILED the owner closes.
 """
 
@@ -21,11 +25,14 @@ from enum import IntEnum
 from client_sdk.transport.base import Segment
 from client_sdk.transport.frames import MAGIC, MAX_READ_BYTES, MAX_SEGMENTS, check_magic
 from client_sdk.transport.lane import AgentFacts
+from client_sdk.transport.memory import HOST
 from client_sdk.transport.timed_socket import TimedSocket
 from emberkv_proto.errors import FrameError
 
 UCX_MAGIC = b"EMBRUCX\0"
+PUT_MAGIC = b"EMBRPUT\0"
 MAX_FACTS_BYTES = 1 << 16
+MAX_PLACE = 1024
 
 _INTRODUCTION = struct.Struct("<8sIIQ")
 _REQUEST = struct.Struct("<8sQII")
@@ -35,6 +42,7 @@ _WANTED = struct.Struct("<QQQ")
 class Action(IntEnum):
     PUSH = 1
     CHECK = 2
+    PLACE = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,29 +50,35 @@ class Introduction:
     """An agent, as the other side needs it."""
 
     pool_bytes: int
+    """Of all its memory, from the lowest address to the highest."""
     facts: AgentFacts
+    place: int = HOST
+    """Where its memory is (see `memory`)."""
 
     def pack(self) -> bytes:
         facts = self.facts.pack()
-        return _INTRODUCTION.pack(MAGIC, len(facts), 0, self.pool_bytes) + facts
+        return _INTRODUCTION.pack(MAGIC, len(facts), self.place, self.pool_bytes) + facts
 
     @staticmethod
     def receive(connection: TimedSocket) -> Introduction:
         """Raises FrameError, and as TimedSocket.receive."""
         raw = connection.receive(_INTRODUCTION.size)
-        magic, length, _, pool_bytes = _INTRODUCTION.unpack(raw)
+        magic, length, place, pool_bytes = _INTRODUCTION.unpack(raw)
         check_magic(magic)
         if not 0 < length <= MAX_FACTS_BYTES:
             raise FrameError(f"an introduction of {length} bytes")
         facts = AgentFacts.unpack(connection.receive(length))
+        if place > MAX_PLACE:
+            raise FrameError(f"a peer's memory is at place {place}")
         if facts.base + pool_bytes >= 1 << 64:
             raise FrameError("a peer's pool ends beyond the address space")
-        return Introduction(pool_bytes, facts)
+        return Introduction(pool_bytes, facts, place)
 
 
 @dataclass(frozen=True, slots=True)
 class MoveRequest:
     lease_id: int
+    """Of a PLACE it is the stage's."""
     action: Action
     segments: tuple[Segment, ...]
     """As the reader sees them: local is the reader's pool, remote the owner's."""
@@ -80,7 +94,7 @@ class MoveRequest:
         check_magic(magic)
         if not 1 <= count <= MAX_SEGMENTS:
             raise FrameError(f"a request of {count} ranges; wanted 1..{MAX_SEGMENTS}")
-        if action not in (Action.PUSH, Action.CHECK):
+        if action not in tuple(Action):
             raise FrameError(f"action {action} is unknown to the ucx transport")
         raw = connection.receive(count * _WANTED.size)
         segments = tuple(

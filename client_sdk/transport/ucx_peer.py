@@ -27,14 +27,19 @@ class UcxLink(Link):
         agent: AgentProcess,
         agents: AgentPool,
         owner: Introduction,
-        owner_name: bytes | None,
     ) -> None:
         super().__init__(sock)
         self.agent = agent
         self._agents = agents
         self.owner = owner
-        self.owner_name = owner_name
-        """Known to our agent, which reads by itself; None: the owner pushes."""
+        self.owner_name: bytes | None = None
+        """Once our agent knows the owner's, to read or write by itself."""
+        self.is_one_sided = False
+        """Whether both sides have RDMA of the same kind."""
+
+    def know_owner(self, seconds: float) -> None:
+        """Let our agent read and write the owner's memory by itself."""
+        self.owner_name = self.agent.introduce(self.owner.facts.metadata, seconds)
 
     def is_reusable(self) -> bool:
         return self.agent.is_usable and super().is_reusable()
@@ -79,6 +84,8 @@ class UcxCounters:
         self.one_sided_bytes = 0
         self.pushed_bytes = 0
         self.plain_bytes = 0
+        self.placed_bytes = 0
+        self.refused_writes = 0
         self.restarted_reads = 0
         self.quarantines = 0
         self.quarantined_bytes = 0

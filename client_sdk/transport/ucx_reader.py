@@ -14,23 +14,21 @@ from dataclasses import dataclass
 from client_sdk.transport.agent_pool import AgentPool
 from client_sdk.transport.agent_process import AgentLostError, RemoteLostError
 from client_sdk.transport.base import Segment, TransportAddress
-from client_sdk.transport.connections import Greet, PeerConnections, ReadLimits, exchange_hellos
+from client_sdk.transport.connections import Greet, PeerConnections, ReadLimits
 from client_sdk.transport.frames import ANSWER_BYTES, AnswerHeader, Status
 from client_sdk.transport.lane import Direction, Move, Range
 from client_sdk.transport.timed_socket import Clock, TimedSocket
 from client_sdk.transport.ucx_frames import (
     UCX_MAGIC,
     Action,
-    Introduction,
     batches,
     pack_move_request,
 )
+from client_sdk.transport.ucx_link import LinkTerms, meet
 from client_sdk.transport.ucx_peer import Quarantine, UcxCounters, UcxLink
-from client_sdk.transport.ucx_settings import Rdma, UcxSettings, can_read_by_itself
 from emberkv_proto.errors import (
     EmberError,
     FrameError,
-    InvalidRequestError,
     LeaseExpiredError,
     UnavailableError,
 )
@@ -40,17 +38,12 @@ BATCH_BYTES = 4 << 20
 MOVES_AT_ONCE = 2
 
 
-class OwnerBusyError(UnavailableError):
-    """The owner's agents are being replaced."""
-
-
 @dataclass(frozen=True, slots=True)
 class UcxReader:
-    """Belongs to one local memory of `local_bytes`, which all of `agents` have registered."""
+    """Belongs to one local memory, which all of `agents` have registered."""
 
-    local_bytes: int
+    terms: LinkTerms
     agents: AgentPool
-    settings: UcxSettings
     limits: ReadLimits
     clock: Clock
     counters: UcxCounters
@@ -67,6 +60,7 @@ class UcxReader:
         Raises AgentLostError when another read's failure took the agent: begin again; otherwise as
         `Transport.read`.
         """
+        segments = link.agent.placed(segments)
         if link.owner_name is None:
             self._await_push(link, lease_id, segments)
         else:
@@ -74,27 +68,10 @@ class UcxReader:
 
     def _greeter(self, address: TransportAddress, number: int) -> Greet[UcxLink]:
         def greet(connection: TimedSocket) -> UcxLink:
-            agents = self.agents
-            agent = agents.take(number)
-            if agent is None:
-                raise AgentLostError("every UCX agent is being replaced")
-            exchange_hellos(connection, address, UCX_MAGIC)
-            connection.send(Introduction(self.local_bytes, agent.facts).pack())
-            answer = AnswerHeader.unpack(connection.receive(ANSWER_BYTES))
-            if answer.status is not Status.OK:
-                raise OwnerBusyError(f"{address.address} has no UCX agent free")
-            owner = Introduction.receive(connection)
-            name: bytes | None = None
-            if can_read_by_itself(
-                agent.facts.transports, owner.facts.transports, self.settings.one_sided
-            ):
-                name = agent.introduce(owner.facts.metadata, self.limits.connect_seconds)
-            elif self.settings.rdma is Rdma.REQUIRED:
-                raise InvalidRequestError(
-                    f"{address.address} has no RDMA in common with this node, only"
-                    f" {' '.join(owner.facts.transports)}, and transport.rdma is required"
-                )
-            return UcxLink(connection, agent, agents, owner, name)
+            link = meet(connection, address, UCX_MAGIC, self.agents, number, self.terms)
+            if link.is_one_sided:
+                link.know_owner(self.limits.connect_seconds)
+            return link
 
         return greet
 

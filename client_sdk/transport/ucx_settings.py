@@ -29,6 +29,8 @@ class UcxSettings:
     """As UCX_NET_DEVICES; empty means all."""
     reading_agents: int = 2
     serving_agents: int = 1
+    taking_agents: int = 0
+    """Of those into whose memory engines on other hosts write; 0: they may not."""
     lanes: int = 4
     """Transfers that one agent works on at once."""
     one_sided: tuple[str, ...] = RDMA_TRANSPORTS

@@ -12,7 +12,19 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from client_sdk.transport.base import Cancellation, Peer, Segment, TransportAddress
+from store_daemon.ports import PoolRange
 
+
+class Write(Protocol):
+    """A write of another host's into our pool, under way."""
+
+    def end(self) -> None:
+        """No byte of it can arrive any more. From any thread, once."""
+        ...
+
+
+BeginWrite = Callable[[int, Sequence[PoolRange], Callable[[], None]], Write | None]
+"""(stage id, ranges, abort) -> None when that stage may not write there. Any thread calls it."""
 MayRead = Callable[[int, int, int], bool]
 """(lease id, offset, length) -> whether a peer may read these bytes now. Any thread calls it."""
 

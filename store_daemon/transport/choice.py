@@ -13,7 +13,7 @@ from client_sdk.transport.ucx_settings import Rdma, UcxSettings
 from emberkv_proto.errors import PreflightError
 from emberkv_proto.types import Incarnation
 from store_daemon.config import DaemonSettings, TransportSection
-from store_daemon.transport.base import Transport
+from store_daemon.transport.base import BeginWrite, Transport
 from store_daemon.transport.tcp import TcpTransport
 from store_daemon.transport.tcp_server import ServeLimits
 
@@ -67,9 +67,15 @@ def active_ports(infiniband: Path = INFINIBAND) -> Iterator[str]:
 
 
 def make_transport(
-    settings: DaemonSettings, incarnation: Incarnation, pool_descriptor: int
+    settings: DaemonSettings,
+    incarnation: Incarnation,
+    pool_descriptor: int,
+    begin: BeginWrite | None = None,
 ) -> Transport:
-    """Raises PreflightError as `choose`. Nothing is started yet."""
+    """Raises PreflightError as `choose`. Nothing is started yet.
+
+    `begin` is asked for each write of an engine on another host, where such engines are taken.
+    """
     section, daemon = settings.transport, settings.daemon
     reads = ReadLimits(progress_seconds=section.progress_seconds)
     serves = ServeLimits(progress_seconds=section.progress_seconds)
@@ -93,8 +99,14 @@ def make_transport(
         settings=ucx_settings(section),
         read_limits=reads,
         serve_limits=serves,
+        begin=begin,
     )
 
 
 def ucx_settings(section: TransportSection) -> UcxSettings:
-    return UcxSettings(Rdma(section.rdma), section.devices, reading_agents=section.agents)
+    return UcxSettings(
+        Rdma(section.rdma),
+        section.devices,
+        reading_agents=section.agents,
+        taking_agents=section.engine_agents,
+    )

@@ -28,12 +28,12 @@ from client_sdk.transport.base import (
 from client_sdk.transport.connections import (
     ReadLimits,
 )
+from client_sdk.transport.memory import HOST, HostMemory
 from client_sdk.transport.timed_socket import Clock
-from client_sdk.transport.ucx_frames import (
-    UCX_MAGIC,
-)
+from client_sdk.transport.ucx_frames import PUT_MAGIC, UCX_MAGIC
+from client_sdk.transport.ucx_link import LinkTerms, OwnerBusyError
 from client_sdk.transport.ucx_peer import UcxCounters, UcxPeer
-from client_sdk.transport.ucx_reader import OwnerBusyError, UcxReader
+from client_sdk.transport.ucx_reader import UcxReader
 from client_sdk.transport.ucx_settings import Rdma, UcxSettings, one_sided
 from emberkv_proto.errors import (
     DeadlineError,
@@ -43,9 +43,10 @@ from emberkv_proto.errors import (
     UnavailableError,
 )
 from emberkv_proto.types import Incarnation
-from store_daemon.transport.base import Capabilities, MayRead, TransportReport
+from store_daemon.transport.base import BeginWrite, Capabilities, MayRead, TransportReport
 from store_daemon.transport.tcp import TcpTransport, checked_total
 from store_daemon.transport.tcp_server import OtherProtocol, ServeLimits
+from store_daemon.transport.ucx_place_server import PlaceServer
 from store_daemon.transport.ucx_server import PushServer
 
 log = logging.getLogger(__name__)
@@ -73,9 +74,16 @@ class UcxTransport:
         settings: UcxSettings | None = None,
         read_limits: ReadLimits | None = None,
         serve_limits: ServeLimits | None = None,
+        begin: BeginWrite | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
-        """`pool_descriptor` is of the file that the region maps whole; held until shutdown."""
+        """`pool_descriptor` is of the file that the region maps whole; held until shutdown.
+
+        With `begin` and `settings.taking_agents`, engines on other hosts may write where it agrees.
+        """
+        self._begin = begin
+        self._taking: AgentPool | None = None
+        self._place_server: PlaceServer | None = None
         self._incarnation = incarnation
         self._pool_descriptor = pool_descriptor
         self._settings = settings or UcxSettings()
@@ -118,7 +126,11 @@ class UcxTransport:
 
     @property
     def replaced_agents(self) -> int:
-        return sum(pool.replaced for pool in (self._reading, self._serving) if pool is not None)
+        return sum(pool.replaced for pool in self._agent_pools)
+
+    @property
+    def _agent_pools(self) -> list[AgentPool]:
+        return [p for p in (self._reading, self._serving, self._taking) if p is not None]
 
     def register(self, region: memoryview) -> None:
         """As `Transport.register`. Raises PreflightError when UCX is not as the settings say."""
@@ -126,9 +138,8 @@ class UcxTransport:
         self._pool_bytes = region.nbytes
         self._reading = self._agents("reader", self._settings.reading_agents)
         self._reader = UcxReader(
-            region.nbytes,
+            LinkTerms(self._settings, HOST),
             self._reading,
-            self._settings,
             self._read_limits,
             self._clock,
             self.counters,
@@ -149,6 +160,17 @@ class UcxTransport:
         self._push_server = self._others[UCX_MAGIC] = PushServer(
             self._pool_bytes, self._incarnation, self._serving, self._serve_limits, self._clock
         )
+        if self._begin is not None and self._settings.taking_agents:
+            self._taking = self._agents("taker", self._settings.taking_agents)
+            self._place_server = self._others[PUT_MAGIC] = PlaceServer(
+                self._pool_bytes,
+                self._incarnation,
+                self._taking,
+                self._serve_limits,
+                self._begin,
+                self._clock,
+            )
+            _first(self._taking)
         _first(self._serving)
         plain = self._tcp.serve(may_read)
         return TransportAddress(self.name, plain.address, plain.incarnation)
@@ -224,6 +246,7 @@ class UcxTransport:
 
     def report(self) -> TransportReport:
         plain, ours, pushes = self._tcp.report().counts, self.counters, self._push_server
+        takes = self._place_server
         counts = {
             "served_bytes": plain["served_bytes"] + (pushes.pushed_bytes if pushes else 0),
             "refused_reads": plain["refused_reads"] + (pushes.refused_reads if pushes else 0),
@@ -231,7 +254,9 @@ class UcxTransport:
             "pushed_bytes": ours.pushed_bytes,
             "plain_bytes": ours.plain_bytes,
             "restarted_reads": ours.restarted_reads,
-            "quarantines": ours.quarantines,
+            "quarantines": ours.quarantines + (takes.counters.quarantines if takes else 0),
+            "placed_bytes": takes.counters.placed_bytes if takes else 0,
+            "refused_writes": takes.counters.refused_writes if takes else 0,
             "replaced_agents": self.replaced_agents,
         }
         return TransportReport(
@@ -239,7 +264,7 @@ class UcxTransport:
             self.transports,
             self.capabilities.one_sided,
             counts,
-            ours.quarantined_bytes,
+            ours.quarantined_bytes + (takes.counters.quarantined_bytes if takes else 0),
         )
 
     def shutdown(self) -> None:
@@ -248,9 +273,8 @@ class UcxTransport:
             peers, self._peers = self._peers, set()
         for peer in peers:
             peer.links.close()
-        for pool in (self._reading, self._serving):
-            if pool is not None:
-                pool.close()
+        for pool in self._agent_pools:
+            pool.close()
         self._tcp.shutdown()
 
     def check_integrity(self) -> None:
@@ -260,9 +284,8 @@ class UcxTransport:
             peers = list(self._peers)
         for peer in peers:
             peer.links.check_integrity()
-        for pool in (self._reading, self._serving):
-            if pool is not None:
-                pool.check_integrity()
+        for pool in self._agent_pools:
+            pool.check_integrity()
         assert self.counters.quarantined_bytes >= 0
 
     # ---- inner steps ----
@@ -273,7 +296,7 @@ class UcxTransport:
         def make(number: int) -> AgentProcess:
             return AgentProcess(
                 f"emberkv-{purpose}-{life}-{number}",
-                self._pool_descriptor,
+                (HostMemory(self._pool_descriptor, self._pool_bytes),),
                 self._settings.lanes,
                 self._settings.environment(),
                 self._read_limits.progress_seconds,

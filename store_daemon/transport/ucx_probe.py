@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 
 from client_sdk.transport.agent_process import AgentProcess
 from client_sdk.transport.lane import Direction, Move, Range
+from client_sdk.transport.memory import HostMemory
 from client_sdk.transport.ucx_settings import UcxSettings
 from emberkv_proto.errors import EmberError, PreflightError
 
@@ -57,7 +58,9 @@ def _memory() -> Iterator[int]:
 @contextmanager
 def _agent(purpose: str, descriptor: int, settings: UcxSettings) -> Iterator[AgentProcess]:
     name = f"emberkv-probe-{purpose}-{secrets.token_hex(8)}"
-    agent = AgentProcess(name, descriptor, 1, settings.environment(), PROBE_SECONDS)
+    agent = AgentProcess(
+        name, (HostMemory(descriptor, PROBE_BYTES),), 1, settings.environment(), PROBE_SECONDS
+    )
     try:
         yield agent
     finally:

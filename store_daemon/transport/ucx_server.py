@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 
 from client_sdk import faults
 from client_sdk.transport.agent_pool import AgentPool
@@ -30,17 +33,27 @@ from store_daemon.transport.tcp_server import ServeLimits
 
 log = logging.getLogger(__name__)
 
-AGENT_SECONDS = 1.0
-"""How long an introduction waits for an agent that is being replaced."""
+FORGET_SECONDS = 1.0
 
 
-class PushServer:
-    """Implements `tcp_server.OtherProtocol` with UCX agents that write into readers' pools.
+@dataclass(frozen=True, slots=True)
+class Introduced:
+    """The other side of a connection, and which of our agents knows its agent by which name."""
 
-    A lease is checked for all ranges before the first byte, and for each batch right before it
-    goes out. A reader that takes nothing for the progress time is dropped, and the agent that
-    serves it is replaced once others have no more use of it.
+    other: Introduction
+    agent: AgentProcess
+    name: bytes
+
+
+class AgentServer(ABC):
+    """Implements `tcp_server.OtherProtocol`: introduces agents, then answers their requests.
+
+    `magic` opens the hellos. An agent that is to be replaced ends its connections.
     """
+
+    magic: bytes
+    agent_seconds = 1.0
+    """How long an introduction waits for an agent that is being replaced."""
 
     def __init__(
         self,
@@ -55,29 +68,30 @@ class PushServer:
         self._agents = agents
         self._limits = limits
         self._clock = clock
-        self.pushed_bytes = 0
-        self.refused_reads = 0
+        self._met = itertools.count()
 
     def serve(self, connection: TimedSocket, hello: bytes, may_read: MayRead) -> None:
         """As `OtherProtocol.serve`."""
-        is_ours = Hello.unpack(hello, UCX_MAGIC).incarnation == self._incarnation
+        is_ours = Hello.unpack(hello, self.magic).incarnation == self._incarnation
         status = Status.OK if is_ours else Status.STALE_INCARNATION
-        connection.send(Hello(status, self._incarnation).pack(UCX_MAGIC))
+        connection.send(Hello(status, self._incarnation).pack(self.magic))
         if not is_ours:
             return
-        reader = Introduction.receive(connection)
-        with self._introduced(connection, reader) as (agent, name):
-            while agent.is_usable and connection.wait_readable(self._limits.idle_seconds):
+        other = Introduction.receive(connection)
+        with self._introduced(connection, other) as met:
+            while met.agent.is_usable and connection.wait_readable(self._limits.idle_seconds):
                 connection.set_deadline(self._limits.answer_seconds)
-                self._answer(connection, reader, agent, name, may_read)
+                self._answer(connection, met, may_read)
+
+    @abstractmethod
+    def _answer(self, connection: TimedSocket, met: Introduced, may_read: MayRead) -> None:
+        """Receive one request and do it. Raises EmberError to end the connection."""
 
     @contextmanager
-    def _introduced(
-        self, connection: TimedSocket, reader: Introduction
-    ) -> Iterator[tuple[AgentProcess, bytes]]:
+    def _introduced(self, connection: TimedSocket, other: Introduction) -> Iterator[Introduced]:
         try:
-            agent = self._agents.await_one(0, AGENT_SECONDS)
-            name = agent.introduce(reader.facts.metadata, AGENT_SECONDS)
+            agent = self._agents.await_one(next(self._met), self.agent_seconds)
+            name = agent.introduce(other.facts.metadata, self.agent_seconds)
         except EmberError:
             connection.send(AnswerHeader(Status.BUSY, 0).pack())
             raise
@@ -86,24 +100,37 @@ class PushServer:
                 AnswerHeader(Status.OK, 0).pack()
                 + Introduction(self._pool_bytes, agent.facts).pack()
             )
-            yield agent, name
+            yield Introduced(other, agent, name)
         finally:
             with suppress(EmberError):  # it goes, and its memory of the name with it
-                agent.forget(name, AGENT_SECONDS)
+                agent.forget(name, FORGET_SECONDS)
 
-    def _answer(
-        self,
-        connection: TimedSocket,
-        reader: Introduction,
-        agent: AgentProcess,
-        name: bytes,
-        may_read: MayRead,
-    ) -> None:
+    def _receive_request(self, connection: TimedSocket, met: Introduced) -> MoveRequest:
         try:
-            request = MoveRequest.receive(connection, self._pool_bytes, reader.pool_bytes)
+            return MoveRequest.receive(connection, self._pool_bytes, met.other.pool_bytes)
         except FrameError:
             connection.send(AnswerHeader(Status.MALFORMED, 0).pack())
             raise
+
+
+class PushServer(AgentServer):
+    """Writes into readers' memory.
+
+    A lease is checked for all ranges before the first byte, for each batch right before it goes
+    out, and once more after the last: so it held throughout. A reader that takes nothing for the
+    progress time is dropped, and the agent that serves it is replaced once others have no more use
+    of it.
+    """
+
+    magic = UCX_MAGIC
+    pushed_bytes = 0
+    refused_reads = 0
+
+    def _answer(self, connection: TimedSocket, met: Introduced, may_read: MayRead) -> None:
+        request = self._receive_request(connection, met)
+        if request.action is Action.PLACE:
+            connection.send(AnswerHeader(Status.MALFORMED, 0).pack())
+            raise FrameError("a PLACE among reads")
         if not _may_read_all(may_read, request.lease_id, request.segments):
             self.refused_reads += 1
             connection.send(AnswerHeader(Status.REFUSED, 0).pack())
@@ -114,7 +141,7 @@ class PushServer:
         if not faults.hit(faults.PEER_SERVE):
             raise UnavailableError("fault peer_serve")
         try:
-            self._push(connection, reader, agent, name, request, may_read)
+            self._push(connection, met, request, may_read)
         except EmberError:
             with suppress(EmberError):  # it may have been the reader that went
                 connection.send(AnswerHeader(Status.FAILED, 0).pack())
@@ -123,12 +150,11 @@ class PushServer:
     def _push(
         self,
         connection: TimedSocket,
-        reader: Introduction,
-        agent: AgentProcess,
-        name: bytes,
+        met: Introduced,
         request: MoveRequest,
         may_read: MayRead,
     ) -> None:
+        reader, agent = met.other, met.agent
         waiting = deque(batches(request.segments, BATCH_BYTES))
         posted: deque[int] = deque()
         arrived = 0
@@ -148,11 +174,16 @@ class PushServer:
                             )
                             for s in batch
                         ]
-                        move = Move(Direction.WRITE, name, ranges)
+                        move = Move(Direction.WRITE, met.name, ranges, reader.place)
                         lane.post(move, self._limits.answer_seconds)
                         posted.append(sum(s.length for s in batch))
                     lane.reply()
                     arrived += posted.popleft()
+                    if arrived == request.total_bytes and not _may_read_all(
+                        may_read, request.lease_id, request.segments
+                    ):
+                        self.refused_reads += 1
+                        raise UnavailableError(f"lease {request.lease_id} ended in mid-push")
                     connection.send(AnswerHeader(Status.OK, arrived).pack())
             except EmberError:
                 _drain(lane)

@@ -42,7 +42,7 @@ class HelloRequest(_message.Message):
     def __init__(self, protocol: _Optional[int] = ..., client: _Optional[str] = ..., namespace_json: _Optional[str] = ..., part: _Optional[int] = ..., engine: _Optional[_Union[_common_pb2.EngineInfo, _Mapping]] = ...) -> None: ...
 
 class HelloResponse(_message.Message):
-    __slots__ = ("node_id", "incarnation", "session_id", "namespace_id", "pool_bytes", "part_bytes", "heartbeat_seconds", "lease_seconds", "version")
+    __slots__ = ("node_id", "incarnation", "session_id", "namespace_id", "pool_bytes", "part_bytes", "heartbeat_seconds", "lease_seconds", "version", "transport", "transport_address")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
@@ -52,6 +52,8 @@ class HelloResponse(_message.Message):
     HEARTBEAT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     LEASE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     incarnation: int
     session_id: int
@@ -61,7 +63,9 @@ class HelloResponse(_message.Message):
     heartbeat_seconds: float
     lease_seconds: float
     version: str
-    def __init__(self, node_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., session_id: _Optional[int] = ..., namespace_id: _Optional[bytes] = ..., pool_bytes: _Optional[int] = ..., part_bytes: _Optional[int] = ..., heartbeat_seconds: _Optional[float] = ..., lease_seconds: _Optional[float] = ..., version: _Optional[str] = ...) -> None: ...
+    transport: str
+    transport_address: str
+    def __init__(self, node_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., session_id: _Optional[int] = ..., namespace_id: _Optional[bytes] = ..., pool_bytes: _Optional[int] = ..., part_bytes: _Optional[int] = ..., heartbeat_seconds: _Optional[float] = ..., lease_seconds: _Optional[float] = ..., version: _Optional[str] = ..., transport: _Optional[str] = ..., transport_address: _Optional[str] = ...) -> None: ...
 
 class ProbeRequest(_message.Message):
     __slots__ = ("hashes",)
@@ -495,6 +499,12 @@ class PeerReleaseRequest(_message.Message):
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     lease_id: int
     def __init__(self, lease_id: _Optional[int] = ...) -> None: ...
+
+class SessionBytes(_message.Message):
+    __slots__ = ("data",)
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    data: bytes
+    def __init__(self, data: _Optional[bytes] = ...) -> None: ...
 
 class HintRequest(_message.Message):
     __slots__ = ("namespace_id", "hashes", "deadline_seconds", "source_node_id", "patience_seconds")

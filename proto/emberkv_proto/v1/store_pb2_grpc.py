@@ -643,6 +643,78 @@ class Peer(object):
             _registered_method=True)
 
 
+class SessionsStub(object):
+    """Missing associated documentation comment in .proto file."""
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Open = channel.stream_stream(
+                '/emberkv.v1.Sessions/Open',
+                request_serializer=emberkv__proto_dot_v1_dot_store__pb2.SessionBytes.SerializeToString,
+                response_deserializer=emberkv__proto_dot_v1_dot_store__pb2.SessionBytes.FromString,
+                _registered_method=True)
+
+
+class SessionsServicer(object):
+    """Missing associated documentation comment in .proto file."""
+
+    def Open(self, request_iterator, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_SessionsServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Open': grpc.stream_stream_rpc_method_handler(
+                    servicer.Open,
+                    request_deserializer=emberkv__proto_dot_v1_dot_store__pb2.SessionBytes.FromString,
+                    response_serializer=emberkv__proto_dot_v1_dot_store__pb2.SessionBytes.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'emberkv.v1.Sessions', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('emberkv.v1.Sessions', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Sessions(object):
+    """Missing associated documentation comment in .proto file."""
+
+    @staticmethod
+    def Open(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/emberkv.v1.Sessions/Open',
+            emberkv__proto_dot_v1_dot_store__pb2.SessionBytes.SerializeToString,
+            emberkv__proto_dot_v1_dot_store__pb2.SessionBytes.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
 class HintsStub(object):
     """Missing associated documentation comment in .proto file."""
 
