@@ -276,8 +276,9 @@ class PeersSection(Section):
 class TransportSection(Section):
     """How blocks come from other nodes (docs/rdma.md)."""
 
-    kind: Literal["auto", "tcp", "ucx"] = "auto"
-    """auto: ucx where NIXL is installed and a port for RDMA is active, else tcp."""
+    kind: Literal["auto", "tcp", "ucx", "ucp"] = "auto"
+    """ucp: the UCX of conda or the system, through ucxx. auto: ucx where NIXL is installed and a
+    port for RDMA is active, else tcp."""
     rdma: Literal["required", "preferred", "off"] = "preferred"
     """required: refuse to start without it, and to read from nodes that have none. off: do not
     even look for it."""

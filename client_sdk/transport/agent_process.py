@@ -32,7 +32,8 @@ from emberkv_proto.errors import DeadlineError, FrameError, UnavailableError
 
 log = logging.getLogger(__name__)
 
-_PROGRAM = (sys.executable, "-m", "client_sdk.transport.ucx_agent")
+UCX_AGENT = "client_sdk.transport.ucx_agent"
+UCP_AGENT = "client_sdk.transport.ucp_agent"
 START_SECONDS = 30.0
 END_WARNING_SECONDS = 10.0
 COMMAND_SECONDS = 5.0
@@ -136,6 +137,7 @@ class AgentProcess:
         environment: Mapping[str, str],
         progress_seconds: float,
         clock: Clock = time.monotonic,
+        program: str = UCX_AGENT,
     ) -> None:
         """Raises UnavailableError (why it cannot work) or DeadlineError."""
         self.name = name
@@ -154,7 +156,7 @@ class AgentProcess:
         specs = ",".join(region.spec() for region in memory)
         try:
             self._process = subprocess.Popen(
-                [*_PROGRAM, str(os.getpid()), name, specs, *map(str, numbers)],
+                [sys.executable, "-m", program, str(os.getpid()), name, specs, *map(str, numbers)],
                 pass_fds=[*numbers, *mapped],
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, **environment},

@@ -31,6 +31,8 @@ from emberkv_proto.errors import FrameError
 
 UCX_MAGIC = b"EMBRUCX\0"
 PUT_MAGIC = b"EMBRPUT\0"
+UCP_MAGIC = b"EMBRUCP\0"
+"""As UCX_MAGIC, between agents of ucxx, where the reader's agent receives what is pushed."""
 MAX_FACTS_BYTES = 1 << 16
 MAX_PLACE = 1024
 

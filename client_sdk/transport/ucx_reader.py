@@ -47,6 +47,7 @@ class UcxReader:
     limits: ReadLimits
     clock: Clock
     counters: UcxCounters
+    magic: bytes = UCX_MAGIC
 
     def links(self, address: TransportAddress, number: int) -> PeerConnections[UcxLink]:
         """To one owner. `number` spreads peers over agents."""
@@ -68,7 +69,7 @@ class UcxReader:
 
     def _greeter(self, address: TransportAddress, number: int) -> Greet[UcxLink]:
         def greet(connection: TimedSocket) -> UcxLink:
-            link = meet(connection, address, UCX_MAGIC, self.agents, number, self.terms)
+            link = meet(connection, address, self.magic, self.agents, number, self.terms)
             if link.is_one_sided:
                 link.know_owner(self.limits.connect_seconds)
             return link

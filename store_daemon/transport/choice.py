@@ -21,17 +21,27 @@ log = logging.getLogger(__name__)
 
 INFINIBAND = Path("/sys/class/infiniband")
 NIXL = "nixl_cu12"
+UCXX = "ucxx"
 
 
 class TransportKind(Enum):
     TCP = "tcp"
     UCX = "ucx"
+    UCP = "ucp"
 
 
 def choose(section: TransportSection, infiniband: Path = INFINIBAND) -> TransportKind:
     """Raises PreflightError when what the section asks for cannot be had here."""
     has_nixl = find_spec(NIXL) is not None
-    wants_ucx = section.kind == "ucx" or section.rdma == "required" or bool(section.devices)
+    is_ucp = section.kind == "ucp"
+    if is_ucp and find_spec(UCXX) is None:
+        raise PreflightError(
+            "transport.kind ucp needs ucxx, which is not installed: take it from conda (rapidsai),"
+            " or pip install 'emberkv[ucp]'"
+        )
+    wants_ucx = not is_ucp and (
+        section.kind == "ucx" or section.rdma == "required" or bool(section.devices)
+    )
     if wants_ucx and not has_nixl:
         raise PreflightError(
             "transport.kind ucx needs NIXL, which is not installed: pip install 'emberkv[ucx]', or"
@@ -43,6 +53,8 @@ def choose(section: TransportSection, infiniband: Path = INFINIBAND) -> Transpor
             " drivers, bring the link up, and give a container /dev/infiniband; or set"
             " transport.rdma to preferred"
         )
+    if is_ucp:
+        return TransportKind.UCP
     if wants_ucx:
         return TransportKind.UCX
     if section.kind == "auto" and section.rdma != "off":
@@ -79,7 +91,8 @@ def make_transport(
     section, daemon = settings.transport, settings.daemon
     reads = ReadLimits(progress_seconds=section.progress_seconds)
     serves = ServeLimits(progress_seconds=section.progress_seconds)
-    if choose(section) is TransportKind.TCP:
+    kind = choose(section)
+    if kind is TransportKind.TCP:
         return TcpTransport(
             incarnation,
             daemon.grpc_host,
@@ -88,9 +101,11 @@ def make_transport(
             read_limits=reads,
             serve_limits=serves,
         )
+    from store_daemon.transport.ucp import UcpTransport
     from store_daemon.transport.ucx import UcxTransport
 
-    return UcxTransport(
+    made = UcpTransport if kind is TransportKind.UCP else UcxTransport
+    return made(
         incarnation,
         pool_descriptor,
         daemon.grpc_host,

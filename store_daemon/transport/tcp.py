@@ -43,7 +43,7 @@ from emberkv_proto.types import Incarnation
 from store_daemon.transport.base import Capabilities, MayRead, TransportReport
 from store_daemon.transport.tcp_server import OtherProtocols, RegionServer, ServeLimits
 
-SERVED_WITH_TCP = ("tcp", "ucx")
+SERVED_WITH_TCP = ("tcp", "ucx", "ucp")
 """Transports whose owners answer plain reads too, at the same address."""
 
 TcpPeer = PeerConnections[Link]

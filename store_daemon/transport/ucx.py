@@ -18,7 +18,7 @@ import time
 from collections.abc import Sequence
 
 from client_sdk.transport.agent_pool import AgentPool
-from client_sdk.transport.agent_process import AgentLostError, AgentProcess
+from client_sdk.transport.agent_process import UCX_AGENT, AgentLostError, AgentProcess
 from client_sdk.transport.base import (
     Cancellation,
     Peer,
@@ -62,6 +62,10 @@ class UcxTransport:
     """
 
     name = "ucx"
+    magic = UCX_MAGIC
+    program = UCX_AGENT
+    reader_class: type[UcxReader] = UcxReader
+    server_class: type[PushServer] = PushServer
 
     def __init__(
         self,
@@ -137,27 +141,29 @@ class UcxTransport:
         self._tcp.register(region)
         self._pool_bytes = region.nbytes
         self._reading = self._agents("reader", self._settings.reading_agents)
-        self._reader = UcxReader(
+        self._reader = self.reader_class(
             LinkTerms(self._settings, HOST),
             self._reading,
             self._read_limits,
             self._clock,
             self.counters,
+            self.magic,
         )
         agent = _first(self._reading)
         self.transports = agent.facts.transports
         self._settings.check(self.transports)
-        has_rdma = self.capabilities.one_sided
+        has_rdma = bool(one_sided(self.transports, self._settings.one_sided))
         say = log.info if has_rdma or self._settings.rdma is Rdma.OFF else log.warning
         say(
-            "ucx transport: %s over %s",
+            "%s transport: %s over %s",
+            self.name,
             "RDMA" if has_rdma else "no RDMA; owners push",
             " ".join(self.transports),
         )
 
     def serve(self, may_read: MayRead) -> TransportAddress:
         self._serving = self._agents("owner", self._settings.serving_agents)
-        self._push_server = self._others[UCX_MAGIC] = PushServer(
+        self._push_server = self._others[self.magic] = self.server_class(
             self._pool_bytes, self._incarnation, self._serving, self._serve_limits, self._clock
         )
         if self._begin is not None and self._settings.taking_agents:
@@ -176,14 +182,13 @@ class UcxTransport:
         return TransportAddress(self.name, plain.address, plain.incarnation)
 
     def connect(self, address: TransportAddress) -> Peer:
-        if address.transport == "tcp":
+        if address.transport != self.name:
             if self._settings.rdma is Rdma.REQUIRED:
                 raise InvalidRequestError(
-                    f"peer {address.address} offers only tcp, and transport.rdma is required"
+                    f"peer {address.address} offers only {address.transport}, this node"
+                    f" {self.name}, and transport.rdma is required"
                 )
             return self._tcp.connect(address)
-        if address.transport != self.name:
-            raise InvalidRequestError(f"peer offers transport {address.transport!r}, not ucx")
         with self._lock:
             if self._is_shut_down:
                 raise UnavailableError("the transport is shut down")
@@ -262,7 +267,7 @@ class UcxTransport:
         return TransportReport(
             self.name,
             self.transports,
-            self.capabilities.one_sided,
+            bool(one_sided(self.transports, self._settings.one_sided)),
             counts,
             ours.quarantined_bytes + (takes.counters.quarantined_bytes if takes else 0),
         )
@@ -301,6 +306,7 @@ class UcxTransport:
                 self._settings.environment(),
                 self._read_limits.progress_seconds,
                 self._clock,
+                self.program,
             )
 
         return AgentPool(make, size, self._clock)

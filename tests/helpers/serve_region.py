@@ -25,6 +25,7 @@ from client_sdk.transport.ucx_settings import Rdma, UcxSettings
 from emberkv_proto.types import Incarnation
 from store_daemon.transport.base import Transport
 from store_daemon.transport.tcp import TcpTransport
+from store_daemon.transport.ucp import UcpTransport
 from store_daemon.transport.ucx import UcxTransport
 from tests.helpers.anonymous_pool import AnonymousPool
 
@@ -32,13 +33,13 @@ LEASE = 7
 ROOT = Path(__file__).resolve().parents[2]
 
 
-KINDS = ("tcp", "ucx", "ucx-read")
-"""ucx-read: the reader reads by itself, over CMA as on RDMA; ucx: the owner pushes over TCP."""
+KINDS = ("tcp", "ucx", "ucx-read", "ucp")
+"""ucx-read: the reader reads by itself, over CMA as on RDMA; ucx, ucp: owners send over TCP."""
 
 
 def needed_module(kind: str) -> str | None:
     """What has to be installed for it."""
-    return None if kind == "tcp" else "nixl_cu12"
+    return {"tcp": None, "ucp": "ucxx"}.get(kind, "nixl_cu12")
 
 
 def make_transport(
@@ -50,7 +51,8 @@ def make_transport(
     if kind == "tcp":
         transport = TcpTransport(incarnation, read_limits=limits)
     else:
-        transport = UcxTransport(
+        made = UcpTransport if kind == "ucp" else UcxTransport
+        transport = made(
             incarnation, pool.descriptor, settings=ucx_settings(kind), read_limits=limits
         )
     transport.register(pool.view)
@@ -58,7 +60,7 @@ def make_transport(
 
 
 def ucx_settings(kind: str) -> UcxSettings:
-    if kind == "ucx":
+    if kind in ("ucx", "ucp"):
         return UcxSettings(rdma=Rdma.OFF, reading_agents=1)
     assert kind == "ucx-read"
     # Without plain TCP to fall back on, so that what is tested is what is meant.
