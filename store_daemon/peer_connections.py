@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Container
 
+from client_sdk.transport.base import Peer, TransportAddress
 from emberkv_proto.types import NodeId
-from store_daemon.transport.base import Peer, Transport, TransportAddress
+from store_daemon.transport.base import Transport
 
 
 class PeerConnections:
