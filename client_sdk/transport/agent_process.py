@@ -147,6 +147,8 @@ class AgentProcess:
         self._lent = 0
         self._spoiled = 0
         self._names: Counter[bytes] = Counter()
+        self._naming = threading.Lock()
+        """Held until the agent has done it: a name is not forgotten behind who introduced it."""
         ours, theirs = zip(*(socket.socketpair() for _ in range(lanes)), strict=True)
         self._lanes = [Lane(TimedSocket(sock, progress_seconds, clock)) for sock in ours]
         self._idle = list(self._lanes)
@@ -242,20 +244,19 @@ class AgentProcess:
 
     def introduce(self, metadata: bytes, seconds: float) -> bytes:
         """Make a remote agent known; give its name. `forget` it as often."""
-        with self.lane(seconds) as lane:
+        with self._naming, self.lane(seconds) as lane:
             name = lane.ask(Command.INTRODUCE, metadata)
-            with self._lock:
-                self._names[name] += 1
+            self._names[name] += 1
             return name
 
     def forget(self, name: bytes, seconds: float) -> None:
-        with self._lock:
+        with self._naming:
             self._names[name] -= 1
             if self._names[name] > 0:
                 return
             del self._names[name]
-        with self.lane(seconds) as lane:
-            lane.ask(Command.FORGET, name)
+            with self.lane(seconds) as lane:
+                lane.ask(Command.FORGET, name)
 
     def retire(self) -> None:
         """Take no new work; whoever keeps it destroys it once it is unused."""
@@ -297,4 +298,5 @@ class AgentProcess:
         """Assert that each lane is idle or lent."""
         with self._lock:
             assert len(self._idle) + self._lent + self._spoiled == len(self._lanes)
+        with self._naming:
             assert all(count > 0 for count in self._names.values())

@@ -225,6 +225,14 @@ def test_read_outside_the_lease_is_refused_and_writes_nothing(
     pair.read([Segment(0, MIB, 10)])  # the owner serves on
 
 
+def test_reads_go_on_after_each_refused_one(pair: Pair) -> None:
+    """A refusal ends the connection; the next one's introduction must outlive the last one's."""
+    for number in range(12):
+        with pytest.raises(LeaseExpiredError):
+            pair.read([Segment(0, MIB, 10)], lease=LEASE + 1)
+        pair.read([Segment(0, MIB + number, 10)])
+
+
 def test_lease_that_ends_in_mid_answer_breaks_the_read(kind: str) -> None:
     asked = 0
 
