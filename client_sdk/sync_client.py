@@ -63,7 +63,7 @@ class SyncClient:
 
     def __init__(
         self,
-        daemon: Path | str | RemoteAddress,
+        socket_path: Path | str | RemoteAddress,
         namespace: Namespace,
         *,
         part: int = 0,
@@ -75,7 +75,7 @@ class SyncClient:
         """Does not connect: the daemon may be away.
 
         Args:
-            daemon: the socket of this node's daemon; or one on another host, whose sessions map no
+            socket_path: of this node's daemon; or a RemoteAddress, whose sessions map no
                 pool (`RemoteClient` moves their bytes).
             part: this rank's part of each block, `group * shards + shard`.
             engine: told to the index through the daemon, so that routers find this engine.
@@ -87,14 +87,14 @@ class SyncClient:
         """
         self._part_bytes = namespace.part_bytes(part)
         endpoint: SessionEndpoint
-        if isinstance(daemon, RemoteAddress):
+        if isinstance(socket_path, RemoteAddress):
             from client_sdk.remote_session import RemoteEndpoint  # needs grpcio
 
             endpoint = RemoteEndpoint(
-                daemon.address, namespace, part, engine, client_name, daemon.tls
+                socket_path.address, namespace, part, engine, client_name, socket_path.tls
             )
         else:
-            endpoint = Endpoint(Path(daemon), namespace, part, engine, client_name)
+            endpoint = Endpoint(Path(socket_path), namespace, part, engine, client_name)
         self._connection = Connection(endpoint, check_seconds(timeout_seconds))
         self._timeout_seconds = timeout_seconds
         self._patience = patience

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import cast
 
+from client_sdk.transport.base import Peer, TransportAddress
 from emberkv_proto.types import Incarnation, NodeId
 from store_daemon.peer_connections import PeerConnections
-from store_daemon.transport.base import Peer, Transport, TransportAddress
+from store_daemon.transport.base import Transport
 
 A, B = NodeId("a"), NodeId("b")
 
