@@ -163,11 +163,12 @@ class EngineTable:
     def serving(self, model: str) -> list[Engine]:
         """Return the healthy engines that can answer for `model`: ready ones, if there are any.
 
+        Engines that should only prefill answer where no others are left.
         The caller keeps the list unchanged.
         """
         known = self._serving.get(model)
         if known is None:
-            known = self._usable(model, ("both", "decode"))
+            known = self._usable(model, ("both", "decode")) or self.prefilling(model)
             if len(self._serving) < MODELS_KEPT:
                 self._serving[model] = known
         return known
@@ -198,7 +199,7 @@ class EngineTable:
             engine.health.check_integrity()
         for model, known in self._serving.items():
             fresh = [e for e in self if e.health.is_healthy and e.serves(model)]
-            fresh = [e for e in fresh if e.role != "prefill"]
+            fresh = [e for e in fresh if e.role != "prefill"] or fresh
             assert known == ([e for e in fresh if not e.is_unready] or fresh), f"{model}: {known}"
 
     def _announce(self, info: EngineInfo, node_id: NodeId, now: float) -> bool:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, aclosing, contextmanager, nullcontext
 from dataclasses import dataclass
 
-from client_sdk.hint_client import HintClient
+from client_sdk import aio
+from client_sdk.hint_client import HintClient, HintProgress
 from client_sdk.prefetch import HintedSource
 from emberkv_proto.errors import DeadlineError, EmberError, UnavailableError
 from emberkv_proto.types import BlockHash, NamespaceId
@@ -25,7 +26,11 @@ _NOTHING = nullcontext()
 MAX_HINTS = 1024
 """At a time; further requests go without."""
 AWAY_SECONDS = 2.0
-"""A daemon that could not be reached is not told anything for so long."""
+"""A daemon that could not be reached is not told anything for so long; each time in a row, twice as
+long."""
+LONGEST_AWAY_SECONDS = 30.0
+FIRST_ANSWER_SECONDS = 1.0
+"""A daemon says something at once; one that does not is stopped, or as good as that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +40,12 @@ class HintLimits:
     is_on: bool
     least_queue_seconds: float
     deadline_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Away:
+    until: float
+    pause_seconds: float
 
 
 class Hint:
@@ -73,7 +84,7 @@ class Hinter:
         self._clock = clock
         self._tasks: set[asyncio.Task[None]] = set()
         self._leaving: set[asyncio.Task[None]] = set()
-        self._away_until: dict[str, float] = {}
+        self._away: dict[str, _Away] = {}
 
     def __len__(self) -> int:
         """How many are in progress."""
@@ -110,7 +121,7 @@ class Hinter:
             self._count("no_daemon", hint)
         elif len(self._tasks) >= MAX_HINTS:
             self._count("too_many", hint)
-        elif now < self._away_until.get(address, 0.0):
+        elif address in self._away and now < self._away[address].until:
             self._count("away", hint)
         else:
             work = self._run(hint, address, namespace_id, hashes, source)
@@ -126,8 +137,8 @@ class Hinter:
 
     def keep(self, addresses: Set[str]) -> None:
         """Forget all other daemons, and leave those to which no hint is in progress."""
-        for address in [known for known in self._away_until if known not in addresses]:
-            del self._away_until[address]
+        for address in [known for known in self._away if known not in addresses]:
+            del self._away[address]
         if not self._client.addresses <= addresses:
             leaving = asyncio.get_running_loop().create_task(self._client.retain(addresses))
             self._leaving.add(leaving)
@@ -155,6 +166,8 @@ class Hinter:
                 address, namespace_id, hashes, self._limits.deadline_seconds, source
             )
             async with aclosing(progress):
+                hint.readable_blocks = await _first_of(progress, address)
+                self._away.pop(address, None)
                 async for said in progress:
                     hint.readable_blocks = said.readable_blocks
             outcome = "done"
@@ -162,10 +175,26 @@ class Hinter:
             outcome = "failed"
             log.info("hint to %s: %s", address, error)
             if isinstance(error, UnavailableError | DeadlineError):
-                self._away_until[address] = self._clock() + AWAY_SECONDS
+                self._leave_alone(address)
         finally:
             self._count(outcome, hint)
+
+    def _leave_alone(self, address: str) -> None:
+        last = self._away.get(address)
+        pause = min(2 * last.pause_seconds, LONGEST_AWAY_SECONDS) if last else AWAY_SECONDS
+        self._away[address] = _Away(self._clock() + pause, pause)
 
     def _count(self, outcome: str, hint: Hint) -> None:
         self._metrics.hints.labels(outcome).inc()
         hint.end()
+
+
+async def _first_of(progress: AsyncIterator[HintProgress], address: str) -> int:
+    """Readable blocks by the first answer. Raises DeadlineError for a daemon that says nothing."""
+    try:
+        async with aio.timeout(FIRST_ANSWER_SECONDS):
+            async for said in progress:
+                return said.readable_blocks
+    except asyncio.TimeoutError:
+        raise DeadlineError(f"daemon {address} said nothing in {FIRST_ANSWER_SECONDS} s") from None
+    return 0  # it had nothing to say, and is done

@@ -38,6 +38,8 @@ class FakeHints(store_pb2_grpc.HintsServicer):
         self.readable_at_first = 0
         self.readable = 0
         self.fails = False
+        self.is_stopped = False
+        """Takes hints and says nothing."""
         self.address = ""
 
     async def Prefetch(  # noqa: N802
@@ -49,6 +51,8 @@ class FakeHints(store_pb2_grpc.HintsServicer):
         try:
             if self.fails:
                 await context.abort(grpc.StatusCode.UNAVAILABLE, "not today")
+            if self.is_stopped:
+                await self.go_on.wait()
             await context.write(
                 store_pb2.HintProgress(
                     scheduled_blocks=len(hint.hashes), readable_blocks=self.readable_at_first

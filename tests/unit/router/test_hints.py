@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
+from client_sdk.hint_client import HintClient
 from emberkv_proto.hashing import block_hashes, index_keys
 from emberkv_proto.types import EngineInfo, NamespaceId, NodeId
+from router.engines import EngineTable
+from router.health import BreakerLimits
+from router.hints import Hinter, HintLimits
+from router.metrics import RouterMetrics
 from tests.helpers.fake_engine import FakeEngine, hang
 from tests.helpers.fake_hints import FakeHints
 from tests.helpers.router_client import (
@@ -96,6 +101,38 @@ async def test_daemon_that_is_away_is_not_asked_again_at_once() -> None:
                 await until_counted(router, "away")
             await router.settled()
             assert len(daemon.hints) == 1
+
+
+async def test_daemon_that_says_nothing_is_left_alone_for_longer_each_time() -> None:
+    now = 0.0
+    client = HintClient()
+    limits = HintLimits(True, 0.0, 30.0)
+    hinter = Hinter(client, limits, RouterMetrics(), lambda: now)
+    engine = EngineTable(BreakerLimits(3, 1.0), 60.0).add("http://127.0.0.1:1", 0.0)
+    async with FakeHints().serving() as daemon:
+        daemon.is_stopped = True
+        engine.daemon_address = daemon.address
+        for asked, pause in enumerate((2.0, 4.0, 8.0, 16.0, 30.0, 30.0), start=1):
+            with hinter.bring(engine, SPACE, HASHES) as hint:
+                await asyncio.wait_for(hint.over(), 20)
+            assert len(daemon.hints) == asked
+            now += pause - 0.1
+            with hinter.bring(engine, SPACE, HASHES) as hint:
+                assert hint.is_over, "it costs the request nothing"
+            now += 0.1
+        daemon.is_stopped = False
+        daemon.go_on.set()
+        with hinter.bring(engine, SPACE, HASHES) as hint:
+            await asyncio.wait_for(hint.over(), 20)
+        daemon.is_stopped = True
+        daemon.go_on.clear()
+        with hinter.bring(engine, SPACE, HASHES) as hint:
+            await asyncio.wait_for(hint.over(), 20)  # asked at once, and again for 2 s only
+        now += 2.0
+        with hinter.bring(engine, SPACE, HASHES) as hint:
+            assert not hint.is_over
+            await asyncio.wait_for(hint.over(), 20)
+        await hinter.close()
 
 
 async def test_daemon_that_is_no_more_is_forgotten_when_its_hints_have_ended() -> None:

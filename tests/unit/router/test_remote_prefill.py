@@ -88,6 +88,20 @@ async def running_site(**settings: Any) -> AsyncIterator[Site]:
         yield Site(prefill, decode, daemon, nodes, router)
 
 
+async def test_where_only_prefill_engines_are_left_they_answer(site: Site) -> None:
+    table = site.router.router.engines
+    assert [engine.role for engine in table.serving("m")] == ["decode"]
+    for engine in table:
+        if engine.role == "decode":
+            table.remove(engine.url)
+            site.nodes[1].engines = ()
+            break
+    assert (await request(site.router.port, "/v1/completions", BODY)).status == 200
+    assert len(site.prefill.requests) == 1
+    assert site.prefill.requests[0].json["max_tokens"] == 50, "the whole answer"
+    table.check_integrity()
+
+
 def test_prefill_engine_is_asked_for_one_token_of_the_same_prompt() -> None:
     body = {
         **BODY,
