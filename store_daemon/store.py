@@ -188,9 +188,8 @@ class BlockStore:
             self.writeback.abandon()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.lender.promoter.settle()
-        self.holdings.give_back(self.limbo.rested(math.inf))
-        # What is still being written stays STAGED in the pool file: the next life lets it rest.
-        self.holdings.give_back(self.placements.settled())
+        # What is being written even now stays STAGED in the pool file.
+        self.holdings.give_back([*self.limbo.rested(math.inf), *self.placements.settled()])
         self._readers.shutdown()
         self._writer.shutdown()
 
@@ -244,8 +243,9 @@ class BlockStore:
         self.holdings.give_back(self._end(session))
 
     def cut_session(self, session: Session) -> None:
-        """We hung up on a client that may still write: its staged slots rest for a while."""
-        self._rest(self._end(session))
+        """We hung up on a client that may still write: slots rest, or `placements` keeps them."""
+        free = self.holdings.give_back if session.is_remote else self._rest
+        free(self._end(session))
 
     def heartbeat(self, session: Session) -> None:
         """Renew the session's leases."""
@@ -300,8 +300,7 @@ class BlockStore:
 
         Raises:
             UnknownStageError: not this session's stage, or a block that is not staged in it.
-            InvalidRequestError: not one checksum for each hash, a hash twice, or a stage that is
-                still being written.
+            InvalidRequestError: not one checksum for each hash, a hash twice, or writes under way.
         """
         stage = self._stage(session, stage_id)
         if self.placements.is_written(stage_id):
@@ -572,8 +571,7 @@ class BlockStore:
         self.operations.forget_lost_pins()
         if self.writeback is not None:
             self.writeback.retry(now)
-        self.holdings.give_back(self.limbo.rested(now))
-        self.holdings.give_back(self.placements.settled())
+        self.holdings.give_back([*self.limbo.rested(now), *self.placements.settled()])
         self.holdings.publish()
         self._wake_writeback()
         self._trim_soon()
