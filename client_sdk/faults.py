@@ -124,7 +124,7 @@ PEER_WRITE = _point(
 )
 MID_TRANSFER = _point(
     "mid_transfer",
-    "Blocks of a peer are in our pool; they are neither checked nor published.",
+    "Blocks of a peer are in our pool; they are not published.",
     _FAILS,
     is_io=False,
 )

@@ -77,14 +77,18 @@ class PeerTransfers:
         cancellation = Cancellation()
         self._cancellations.add(cancellation)
         reads: deque[_Read] = deque()
+
+        def begin() -> None:
+            while chunks and len(reads) < self._limits.reads_in_flight:
+                blocks = chunks.popleft()
+                work = self._threads.submit(
+                    self._read_chunk, peer, remote, ranges, blocks, deadline, cancellation
+                )
+                reads.append(_Read(blocks, work, asyncio.wrap_future(work)))
+
         try:
-            while chunks or reads:
-                while chunks and len(reads) < self._limits.reads_in_flight:
-                    blocks = chunks.popleft()
-                    work = self._threads.submit(
-                        self._read_chunk, peer, remote, ranges, blocks, deadline, cancellation
-                    )
-                    reads.append(_Read(blocks, work, asyncio.wrap_future(work)))
+            begin()
+            while reads:
                 read = reads[0]
                 left = max(0.0, deadline - self._clock())
                 await asyncio.wait({read.ended}, timeout=left)
@@ -92,6 +96,7 @@ class PeerTransfers:
                     raise DeadlineError(f"{read.blocks[0]} blocks came before the deadline")
                 good = read.ended.result()
                 reads.popleft()
+                begin()  # what lands now does so beside the next bytes
                 for block in read.blocks[:good]:
                     room.land(block, remote.block_checksums(block))
                     on_landed(hashes[block])
@@ -123,21 +128,25 @@ class PeerTransfers:
             for here, there in zip(ranges[block], remote.block_ranges(block), strict=True)
         ]
         faults.hit(faults.PEER_READ)
+        found: list[int] = []
         for first in range(0, len(segments), _SEGMENTS_PER_READ):
-            self._transport.read(
-                peer,
-                remote.grant.lease_id,
-                segments[first : first + _SEGMENTS_PER_READ],
-                deadline - self._clock(),
-                cancellation,
+            some = segments[first : first + _SEGMENTS_PER_READ]
+            sums = self._transport.read(
+                peer, remote.grant.lease_id, some, deadline - self._clock(), cancellation
             )
+            found += map(self._checksum, some) if sums is None else sums
         faults.hit(faults.MID_TRANSFER)
-        for number, block in enumerate(blocks):
-            for here, wanted in zip(ranges[block], remote.block_checksums(block), strict=True):
-                with self._pool[here.offset : here.offset + here.length] as payload:
-                    if checksum(payload) != wanted:
-                        return number
+        wanted = [one for block in blocks for one in remote.block_checksums(block)]
+        parts = remote.grant.parts
+        for at, (one, other) in enumerate(zip(found, wanted, strict=True)):
+            if one != other:
+                return at // parts
         return len(blocks)
+
+    def _checksum(self, segment: Segment) -> int:
+        end = segment.local_offset + segment.length
+        with self._pool[segment.local_offset : end] as payload:
+            return checksum(payload)
 
     def cancel(self) -> None:
         """Make all running transfers fail soon."""

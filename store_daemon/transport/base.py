@@ -83,8 +83,11 @@ class Transport(Protocol):
         segments: Sequence[Segment],
         deadline_seconds: float,
         cancellation: Cancellation,
-    ) -> None:
+    ) -> Sequence[int] | None:
         """Fill all local ranges, or raise with their content undefined.
+
+        Returns the checksum of each segment (`hashing.checksum`), where the bytes passed through
+        this process and it cost least to look at them then; None where they did not.
 
         Raises:
             DeadlineError: over the deadline, or no byte came for the transport's progress time.

@@ -133,7 +133,7 @@ class TcpTransport:
         segments: Sequence[Segment],
         deadline_seconds: float,
         cancellation: Cancellation,
-    ) -> None:
+    ) -> Sequence[int]:
         region = self._need_region()
         total = checked_total(segments, len(region))
         assert isinstance(peer, PeerConnections)
@@ -147,10 +147,12 @@ class TcpTransport:
                 )
             if answer.status is not Status.OK or answer.payload_bytes != total:
                 raise FrameError(f"{peer.address.address} answered {answer}; wanted {total} bytes")
+            sums = []
             for segment in segments:
                 end = segment.local_offset + segment.length
                 with region[segment.local_offset : end] as view:
-                    connection.receive_into(view)
+                    sums.append(connection.receive_summed(view))
+            return sums
 
     def close(self, peer: Peer) -> None:
         assert isinstance(peer, PeerConnections)

@@ -206,10 +206,9 @@ class UcxTransport:
         segments: Sequence[Segment],
         deadline_seconds: float,
         cancellation: Cancellation,
-    ) -> None:
+    ) -> Sequence[int] | None:
         if not isinstance(peer, UcxPeer):
-            self._read_plainly(peer, lease_id, segments, deadline_seconds, cancellation)
-            return
+            return self._read_plainly(peer, lease_id, segments, deadline_seconds, cancellation)
         if self._is_shut_down:
             raise UnavailableError("the transport is shut down")
         checked_total(segments, self._pool_bytes)
@@ -222,8 +221,7 @@ class UcxTransport:
                 raise DeadlineError(f"no answer of {peer.address.address} in {deadline_seconds} s")
             if reader.agents.take(peer.number) is None:
                 if self._settings.rdma is not Rdma.REQUIRED:
-                    self._read_plainly(peer.plain, lease_id, segments, left, cancellation)
-                    return
+                    return self._read_plainly(peer.plain, lease_id, segments, left, cancellation)
                 reader.agents.await_one(peer.number, left)
                 left = deadline - self._clock()
             try:
@@ -235,10 +233,9 @@ class UcxTransport:
                 if self._settings.rdma is Rdma.REQUIRED:
                     raise
                 left = deadline - self._clock()
-                self._read_plainly(peer.plain, lease_id, segments, left, cancellation)
-                return
+                return self._read_plainly(peer.plain, lease_id, segments, left, cancellation)
             else:
-                return
+                return None
 
     def close(self, peer: Peer) -> None:
         if not isinstance(peer, UcxPeer):
@@ -323,9 +320,10 @@ class UcxTransport:
         segments: Sequence[Segment],
         seconds: float,
         cancellation: Cancellation,
-    ) -> None:
-        self._tcp.read(peer, lease_id, segments, seconds, cancellation)
+    ) -> Sequence[int] | None:
+        sums = self._tcp.read(peer, lease_id, segments, seconds, cancellation)
         self.counters.add("plain_bytes", sum(segment.length for segment in segments))
+        return sums
 
 
 def _first(agents: AgentPool) -> AgentProcess:

@@ -28,6 +28,7 @@ from emberkv_proto.errors import (
     StaleIncarnationError,
     UnavailableError,
 )
+from emberkv_proto.hashing import checksum
 from emberkv_proto.types import Incarnation
 from store_daemon.transport.base import Transport
 from store_daemon.transport.tcp import TcpTransport
@@ -115,7 +116,8 @@ def remote_pair(kind: str, delay: float) -> Iterator[RemotePair]:
 def needs_module_of(kind: str) -> None:
     module = needed_module(kind)
     if module is not None and find_spec(module) is None:
-        pytest.skip(f"{module} is not installed; `pip install --no-deps nixl-cu12==1.5.1`")
+        extra = "ucp" if module == "ucxx" else "ucx"
+        pytest.skip(f"{module} is not installed; `pip install 'emberkv[{extra}]'`")
 
 
 @pytest.fixture(params=KINDS, scope="module")
@@ -223,6 +225,17 @@ def test_read_outside_the_lease_is_refused_and_writes_nothing(
         pair.read([Segment(0, offset, length)], lease=lease)
     assert_only_written(pair.reader_pool, [], b"")
     pair.read([Segment(0, MIB, 10)])  # the owner serves on
+
+
+def test_checksums_of_what_was_read_are_those_of_the_bytes_or_none(pair: Pair) -> None:
+    segments = [Segment(0, MIB, 3), Segment(2 * MIB, 2 * MIB, MIB + 17)]
+    peer = pair.reader.connect(pair.address)
+    sums = pair.reader.read(peer, LEASE, segments, 20.0, Cancellation())
+    pair.reader.close(peer)
+    source = pair.owner_pool.view
+    wanted = [checksum(source[s.remote_offset : s.remote_offset + s.length]) for s in segments]
+    assert sums is None or list(sums) == wanted
+    assert sums is not None or pair.reader.name != "tcp"
 
 
 def test_reads_go_on_after_each_refused_one(pair: Pair) -> None:

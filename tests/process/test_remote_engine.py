@@ -47,6 +47,7 @@ from tests.helpers.remote_engine import (
 
 pytestmark = [
     pytest.mark.process,
+    pytest.mark.timeout(240),  # seconds of waiting for silence, and seven processes to start
     pytest.mark.skipif(
         find_spec("nixl_cu12") is None,
         reason="nixl_cu12 is not installed: pip install --no-deps nixl-cu12==1.5.1",
@@ -55,7 +56,7 @@ pytestmark = [
 MIB = 1 << 20
 BLOCKS = 12
 GUARD = 0xA5
-WAIT_SECONDS = 40.0
+WAIT_SECONDS = 60.0
 PROGRESS_SECONDS = 6.0
 """Well above what a busy machine keeps a living process from its turn."""
 
@@ -81,8 +82,8 @@ class Node(DaemonProcess):
                 "transport.agents": 1,
                 "transport.engine_agents": 1,
                 "transport.progress_seconds": PROGRESS_SECONDS,
-                "daemon.lease_seconds": 12.0,
-                "daemon.stage_seconds": 12.0,
+                "daemon.lease_seconds": 8.0,
+                "daemon.stage_seconds": 8.0,
                 "daemon.heartbeat_seconds": 0.5,
                 "dram.high_watermark": 1.0,
                 "dram.low_watermark": 0.9,
