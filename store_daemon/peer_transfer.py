@@ -100,6 +100,7 @@ class PeerTransfers:
                 for block in read.blocks[:good]:
                     room.land(block, remote.block_checksums(block))
                     on_landed(hashes[block])
+                room.publish()
                 if good < len(read.blocks):
                     raise CorruptionError(
                         f"block {read.blocks[good]} from {remote.source.address}"

@@ -101,7 +101,13 @@ class PullRoom(Protocol):
         """Block number `block` is complete and its checksums hold: commit it as RESIDENT."""
         ...
 
-    def close(self) -> None: ...
+    def publish(self) -> None:
+        """Announce what has landed. Once for many blocks costs little more than for one."""
+        ...
+
+    def close(self) -> None:
+        """Give back what has not landed; announce the rest."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,6 +53,8 @@ class StagedRun:
         for part in sorted(slots, key=required.__contains__):
             self._holdings.commit_part(own, part, slots[part], checksums[part])
         self._holdings.counters["pulled_blocks"] += 1
+
+    def publish(self) -> None:
         self._holdings.publish()
 
     def close(self) -> None:

@@ -102,23 +102,26 @@ def _check_settings(settings: Settings) -> Iterator[Finding]:
 
 def check_transport(section: Any) -> Finding:
     """What blocks will take between nodes; with UCX, after a real transfer on this machine."""
+    from client_sdk.transport.agent_process import UCP_AGENT, UCX_AGENT
     from client_sdk.transport.ucx_settings import one_sided
     from store_daemon.transport.choice import TransportKind, choose, ucx_settings
     from store_daemon.transport.ucx_probe import probe_ucx
 
     try:
-        if choose(section) is TransportKind.TCP:
+        kind = choose(section)
+        if kind is TransportKind.TCP:
             return Finding("transport", Verdict.OK, "tcp")
-        lanes = probe_ucx(ucx_settings(section))
+        program = UCP_AGENT if kind is TransportKind.UCP else UCX_AGENT
+        lanes = probe_ucx(ucx_settings(section), program)
     except PreflightError as error:
         return Finding("transport", Verdict.FAIL, str(error), "see docs/rdma.md")
     rdma = one_sided(lanes)
     if not rdma and section.rdma != "off":
-        seen = f"ucx without RDMA, over {' '.join(lanes)}"
+        seen = f"{kind.value} without RDMA, over {' '.join(lanes)}"
         return Finding(
             "transport", Verdict.WARN, seen, "see docs/rdma.md, or use transport.kind tcp"
         )
-    return Finding("transport", Verdict.OK, f"ucx over {' '.join(rdma or lanes)}")
+    return Finding("transport", Verdict.OK, f"{kind.value} over {' '.join(rdma or lanes)}")
 
 
 def check_linux(release: str) -> Finding:

@@ -65,6 +65,7 @@ class Lane:
         if not self._sock.wait_readable(seconds):
             raise DeadlineError(f"a UCX agent did not start within {seconds} s")
         self._sock.set_deadline(COMMAND_SECONDS)
+        self._unanswered += 1  # it was started, which is as good as a command
         return AgentFacts.unpack(self.reply())
 
     def ask(self, command: Command, body: bytes) -> bytes:

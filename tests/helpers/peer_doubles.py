@@ -259,6 +259,9 @@ class MemoryRoom:
         self.landed.add(block)
         self.target.landed[self.hashes[block]] = list(self.ranges[block])
 
+    def publish(self) -> None:
+        assert not self.is_closed
+
     def close(self) -> None:
         assert not self.is_closed
         self.is_closed = True

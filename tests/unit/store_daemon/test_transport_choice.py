@@ -62,6 +62,17 @@ def test_ucx_by_name_needs_nixl(tmp_path: Path, has_nixl: bool) -> None:
         choose(section, tmp_path / "none")
 
 
+def test_ucp_by_name_needs_ucxx_and_no_nixl(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    section = TransportSection(kind="ucp")
+    monkeypatch.setattr(choice, "find_spec", lambda name: object() if name == "ucxx" else None)
+    assert choose(section, tmp_path / "none") is TransportKind.UCP
+    monkeypatch.setattr(choice, "find_spec", lambda name: None)
+    with pytest.raises(PreflightError, match=r"emberkv\[ucp\]"):
+        choose(section, tmp_path / "none")
+
+
 @pytest.mark.parametrize("kind", ["auto", "ucx"])
 def test_required_rdma_without_a_port_is_refused(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
@@ -80,7 +91,9 @@ def test_contradictions_are_refused() -> None:
     for values in (
         {"kind": "tcp", "rdma": "required"},
         {"kind": "tcp", "devices": ["mlx5_0:1"]},
-        {"kind": "ucp"},
+        {"kind": "verbs"},
+        {"engine_agents": 1},
+        {"kind": "tcp", "engine_agents": 1},
         {"agents": 0},
         {"progress_seconds": 0},
     ):

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from client_sdk.transport.base import Segment
 from client_sdk.transport.frames import MAGIC, MAX_READ_BYTES
 from client_sdk.transport.lane import AgentFacts, Direction, Header, Move, Range, pack_frame
+from client_sdk.transport.memory import HOST
 from client_sdk.transport.timed_socket import TimedSocket
 from client_sdk.transport.ucx_frames import (
     Action,
@@ -62,7 +63,9 @@ def test_facts_that_are_none_are_refused_or_read_whole(raw: bytes) -> None:
 def test_moves_come_back_as_they_went(
     direction: Direction, name: bytes, ranges: list[Range]
 ) -> None:
-    assert Move.unpack(Move(direction, name, ranges).pack()) == Move(direction, name, ranges)
+    for place in (HOST, 3):
+        move = Move(direction, name, ranges, place)
+        assert Move.unpack(move.pack()) == move
 
 
 def test_an_endless_frame_on_a_lane_is_refused() -> None:
@@ -73,8 +76,9 @@ def test_an_endless_frame_on_a_lane_is_refused() -> None:
 
 
 def test_an_introduction_comes_back_as_it_went() -> None:
-    introduction = Introduction(OWNER, AgentFacts(1 << 40, ("tcp/eth0",), b"metadata"))
-    assert received(introduction.pack(), Introduction.receive) == introduction
+    for place in (HOST, 1, 8):
+        introduction = Introduction(OWNER, AgentFacts(1 << 40, ("tcp/eth0",), b"metadata"), place)
+        assert received(introduction.pack(), Introduction.receive) == introduction
 
 
 @pytest.mark.parametrize(
@@ -83,6 +87,7 @@ def test_an_introduction_comes_back_as_it_went() -> None:
         struct.pack("<8sIIQ", b"EMBRXXX\0", 10, 0, OWNER) + bytes(10),
         struct.pack("<8sIIQ", MAGIC, 0, 0, OWNER),
         struct.pack("<8sIIQ", MAGIC, 1 << 20, 0, OWNER),
+        Introduction(OWNER, AgentFacts(1, (), b""), 1 << 20).pack(),
         struct.pack("<8sIIQ", MAGIC, 5, 0, OWNER) + bytes(5),
         Introduction((1 << 64) - 1, AgentFacts(1, (), b"")).pack(),
     ],
@@ -109,7 +114,7 @@ def row(remote: int, local: int, length: int) -> bytes:
         struct.pack("<8sQII", b"EMBRXXX\0", 1, 1, 1) + row(0, 0, 1),
         struct.pack("<8sQII", MAGIC, 1, 1, 0),
         struct.pack("<8sQII", MAGIC, 1, 1, 0xFFFFFFFF),
-        struct.pack("<8sQII", MAGIC, 1, 3, 1) + row(0, 0, 1),
+        struct.pack("<8sQII", MAGIC, 1, 4, 1) + row(0, 0, 1),
         struct.pack("<8sQII", MAGIC, 1, 1, 1) + row(0, 0, 0),
         struct.pack("<8sQII", MAGIC, 1, 1, 1) + row(OWNER, 0, 1),
         struct.pack("<8sQII", MAGIC, 1, 1, 1) + row(0, READER, 1),
