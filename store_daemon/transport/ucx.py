@@ -166,6 +166,7 @@ class UcxTransport:
         self._push_server = self._others[self.magic] = self.server_class(
             self._pool_bytes, self._incarnation, self._serving, self._serve_limits, self._clock
         )
+        _first(self._serving)  # one after the other: UCX starts slowly beside another start
         if self._begin is not None and self._settings.taking_agents:
             self._taking = self._agents("taker", self._settings.taking_agents)
             self._place_server = self._others[PUT_MAGIC] = PlaceServer(
@@ -177,7 +178,6 @@ class UcxTransport:
                 self._clock,
             )
             _first(self._taking)
-        _first(self._serving)
         plain = self._tcp.serve(may_read)
         return TransportAddress(self.name, plain.address, plain.incarnation)
 
