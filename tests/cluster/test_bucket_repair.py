@@ -12,6 +12,7 @@ import pytest
 from client_sdk import aio
 from emberkv_proto.buckets import MOST_REPAIRED
 from emberkv_proto.types import Tier
+from global_index import bucket_repair
 from global_index.config import IndexSection
 from global_index.embedded import GlobalIndex
 from global_index.index import BlockIndex
@@ -20,14 +21,31 @@ from global_index.views import NodeView
 from tests.helpers.peer_doubles import as_keys, small_namespace
 from tests.helpers.peer_node import PeerNode, peer_node
 
+pytestmark = pytest.mark.timeout(300)
+EXACT_SECONDS = 240.0
+"""As for all deadlines here: a crowded machine may stop a loop for long, which is not at issue."""
 ROWS = 100_000
 KEYS: list[int] = np.random.default_rng(4).integers(1, 2**64, ROWS, np.uint64).tolist()
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bucket_repair, "BUCKET_REPAIR_SECONDS", EXACT_SECONDS)
 
 
 @pytest.fixture
 def node() -> Iterator[PeerNode]:
     with peer_node(small_namespace()) as node:
         yield node
+
+
+def section(node: PeerNode) -> IndexSection:
+    return IndexSection(
+        nodes=(node.grpc_address,),
+        capacity_blocks=4 * ROWS,
+        suspect_seconds=EXACT_SECONDS,
+        gone_seconds=2 * EXACT_SECONDS,
+    )
 
 
 async def on_node(node: PeerNode, change: object) -> None:
@@ -40,7 +58,7 @@ async def store(node: PeerNode, tier: Tier, keys: set[int]) -> None:
 
 
 async def until_exact(index: GlobalIndex, node: PeerNode) -> NodeView:
-    async with aio.timeout(45):
+    async with aio.timeout(EXACT_SECONDS):
         while True:
             for view in index.nodes():
                 truth = tuple((digest.blocks, digest.xor) for digest in node.residency.digests())
@@ -74,8 +92,7 @@ async def test_one_wrong_row_of_a_hundred_thousand_costs_less_than_2_percent_of_
 ) -> None:
     await on_node(node, store(node, Tier.DRAM, set(KEYS[: ROWS // 2])))
     await on_node(node, store(node, Tier.SSD, set(KEYS[ROWS // 2 :])))
-    section = IndexSection(nodes=(node.grpc_address,), capacity_blocks=4 * ROWS, backend=backend)
-    async with GlobalIndex(section) as index:
+    async with GlobalIndex(section(node).model_copy(update={"backend": backend})) as index:
         await until_exact(index, node)
         (counts,) = index.streams().values()
         snapshot_bytes = counts.received_bytes
@@ -104,8 +121,7 @@ async def test_rows_that_drift_while_events_flow_are_repaired_without_a_snapshot
             await asyncio.sleep(0.0005)
 
     await on_node(node, store(node, Tier.DRAM, set(universe)))
-    section = IndexSection(nodes=(node.grpc_address,), capacity_blocks=4 * ROWS)
-    async with GlobalIndex(section) as index:
+    async with GlobalIndex(section(node)) as index:
         await until_exact(index, node)
         churning = asyncio.run_coroutine_threadsafe(churn(), node.loop)
         try:
@@ -137,8 +153,7 @@ async def test_rows_that_drift_while_events_flow_are_repaired_without_a_snapshot
 
 async def test_rows_that_differ_all_over_are_replaced_by_one_snapshot(node: PeerNode) -> None:
     await on_node(node, store(node, Tier.DRAM, set(KEYS[:5000])))
-    section = IndexSection(nodes=(node.grpc_address,), capacity_blocks=4 * ROWS)
-    async with GlobalIndex(section) as index:
+    async with GlobalIndex(section(node)) as index:
         await until_exact(index, node)
         wrong = as_keys(set(KEYS[: 20 * MOST_REPAIRED]))
         table(index).apply_removed(holder(index), Tier.DRAM, wrong)  # type: ignore[arg-type]

@@ -21,6 +21,7 @@ from store_daemon.publisher import MAX_SNAPSHOTS
 from tests.helpers.peer_doubles import small_namespace
 from tests.helpers.peer_node import PeerNode, peer_node
 
+pytestmark = pytest.mark.timeout(300)
 ROWS = 200_000
 SMALL_WINDOW = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 65536))
 """A reader that sleeps soon stops its writer."""
@@ -44,10 +45,10 @@ async def stalled_reader(stack: AsyncExitStack, address: str) -> object:
 async def test_readers_that_stopped_do_not_keep_the_others_from_their_snapshots(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(grpc_server, "WRITE_SECONDS", 0.5)
+    monkeypatch.setattr(grpc_server, "WRITE_SECONDS", 3.0)
     with peer_node(small_namespace()) as node:
         await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(fill(node), node.loop))
-        async with AsyncExitStack() as stack, aio.timeout(50):
+        async with AsyncExitStack() as stack, aio.timeout(240):
             for _ in range(MAX_SNAPSHOTS):
                 await stalled_reader(stack, node.grpc_address)
             section = IndexSection(
