@@ -1,7 +1,10 @@
 """A real vLLM server: time to first token after a restart, and what the connector costs.
 
 vLLM runs on the CPU in an environment of its own (`make test-vllm` makes it). The reference is the
-same server computing the same number of tokens.
+same server computing the same number of tokens; for the cost, a server without a connector beside
+it. These two take turns, each begins every other time, and each turn counts until all its processes
+are quiet again, saves included. Wall time is what a client sees and CPU time what it takes: where
+cores are few or busy, only the second means something.
 """
 
 from __future__ import annotations
@@ -11,11 +14,13 @@ import random
 import statistics
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks._daemon import running_daemon
 from benchmarks._figure import Figure, Options, main
-from benchmarks._vllm import Server, make_model, transfer_config
+from benchmarks._process_costs import await_quiet, costs, cpu_seconds
+from benchmarks._vllm import Server, make_model, side_by_side, transfer_config
 
 MIB = 1 << 20
 PROMPT_TOKENS = 2000
@@ -49,25 +54,61 @@ def measure(options: Options) -> Iterator[Figure]:
             prompts,
             at_most=0.2,
         )
-        with (
-            Server(directory / "with", directory / "model", transfer) as ours,
-            Server(directory / "without", directory / "model") as plain,
-        ):
-            for server in (ours, plain):
-                _first_tokens(server, fresh_prompts(2, 4))
-            cost: list[list[float]] = [[], []]
-            for number in range(prompts):
-                for server, times in zip((ours, plain), cost, strict=True):
-                    times += _first_tokens(server, fresh_prompts(1, 100 + number))
+        ours = Server(directory / "with", directory / "model", transfer)
+        plain = Server(directory / "without", directory / "model")
+        with side_by_side(ours, plain):
+            yield from _cost(ours, plain, options.repeats(60, 16))
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """What one prompt of which nothing hits cost a server."""
+
+    first_token_seconds: float
+    cpu_seconds: float
+
+
+def _cost(ours: Server, plain: Server, turns: int) -> Iterator[Figure]:
+    servers = (ours, plain)
+    for server in servers:
+        _first_tokens(server, fresh_prompts(3, 4))  # imports and memory of its first steps
+        await_quiet(server.process.pid)
+    taken: list[list[_Turn]] = [[], []]
+    for turn in range(turns):
+        for place in range(2):
+            number = (turn + place) % 2
+            (prompt,) = fresh_prompts(1, 100 + 2 * turn + place)
+            taken[number].append(_turn(servers[number], prompt))
+    for name, unit, scale, of in (
+        ("ttft_nothing_hits_2000_tokens", "ms", 1e3, lambda turn: turn.first_token_seconds),
+        ("cpu_nothing_hits_2000_tokens", "CPU ms", 1e3, lambda turn: turn.cpu_seconds),
+    ):
+        medians = [scale * statistics.median(map(of, rows)) for rows in taken]
+        yield Figure(name, medians[0], unit, "a server without it", medians[1], turns, at_most=1.03)
+    for half, process in (("scheduler", "VLLM::EngineCor"), ("worker", "VLLM::Worker")):
+        ours_mib, plain_mib = (_own_mib(server, process) for server in servers)
         yield Figure(
-            "ttft_nothing_hits_2000_tokens",
-            1000 * statistics.median(cost[0]),
-            "ms",
-            "a server without the connector",
-            1000 * statistics.median(cost[1]),
-            prompts,
-            at_most=1.03,
+            f"memory_{half}_half",
+            ours_mib,
+            "MiB",
+            "the same process of a server without it",
+            plain_mib,
+            turns,
         )
+
+
+def _turn(server: Server, prompt: Sequence[int]) -> _Turn:
+    before = cpu_seconds(server.process.pid)
+    seconds = server.first_token_seconds(prompt)
+    await_quiet(server.process.pid)
+    return _Turn(seconds, cpu_seconds(server.process.pid) - before)
+
+
+def _own_mib(server: Server, process: str) -> float:
+    """Of the server's processes of this name; Linux keeps 15 characters of a name."""
+    found = [cost for cost in costs(server.process.pid) if cost.name == process]
+    assert found, f"{process} is none of {costs(server.process.pid)}"
+    return sum(cost.own_bytes for cost in found) / MIB
 
 
 def _first_tokens(server: Server, prompts: Sequence[Sequence[int]]) -> list[float]:

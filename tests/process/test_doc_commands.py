@@ -54,6 +54,7 @@ ELSEWHERE = {
 NOT_RUN = {
     "make demo": "`make ci` runs it",
     "make test": "this is it",
+    "make test-vllm": "`make ci` runs it, with the version of the requirements",
     "make check": "its parts are those of `make ci`",
     "make help": "",
     "make image": "needs podman, buildah or docker; tests/k8s runs the commands of the pods",
