@@ -21,7 +21,7 @@ from client_sdk.cli.cluster_plan import choose_port
 
 ROOT = Path(__file__).parents[1]
 HERE = Path(__file__).parent
-START_SECONDS = 400.0
+START_SECONDS = 900.0
 ANSWER_SECONDS = 120.0
 STOP_SECONDS = 20.0
 PAGE_TOKENS = 32
