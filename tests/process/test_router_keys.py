@@ -28,7 +28,7 @@ async def emberkv(*arguments: str) -> str:
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.DEVNULL,
     )
-    async with timeout(40):
+    async with timeout(150):
         out, _ = await process.communicate()
     process._transport.close()  # type: ignore[attr-defined]
     assert process.returncode == 0

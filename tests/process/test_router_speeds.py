@@ -47,7 +47,7 @@ async def test_a_slow_engine_is_found_slow_and_avoided(tmp_path: Path) -> None:
                 return got.headers["x-emberkv-engine"]
 
             # Bursts, so that both engines are asked before anything is known of them.
-            async with timeout(50):
+            async with timeout(150):
                 while True:
                     await asyncio.gather(*(ask() for _ in range(6)))
                     shown = (await request(router.port, "/route/explain", BODY)).json

@@ -33,7 +33,7 @@ async def test_a_stream_whose_engine_stops_ends_in_an_error_and_the_other_engine
     ):
         async with running_router(first.url, second.url, idle_seconds=1.0) as running:
             await until(lambda: is_healthy(running, first) and is_healthy(running, second))
-            async with connected(running.port) as client, timeout(40):
+            async with connected(running.port) as client, timeout(150):
                 client.post(PATH, STREAM)
                 await client.reader.readuntil(b"data: ")
                 workers = (await request(running.port, "/workers")).json["workers"]
