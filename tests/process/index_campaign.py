@@ -134,6 +134,7 @@ def _cluster(
                 dram_blocks=60,
                 ssd_blocks=90,
                 index_settings={
+                    "index.suspect_seconds": 1.0,
                     "index.gone_seconds": 3.0,
                     **(_redis_settings(redis) if redis is not None else {}),
                 },
