@@ -68,6 +68,7 @@ class GatedPeer:
                     for place, content in zip(places, parts, strict=True):
                         view[place.offset : place.offset + place.length] = content
                 room.land(number, [checksum(content) for content in parts])
+                room.publish()
                 landed += 1
                 self.landed += 1
         except asyncio.TimeoutError:
