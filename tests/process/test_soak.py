@@ -18,4 +18,4 @@ def test_eight_sessions_at_105_percent_of_capacity_read_only_what_was_written(
     report = run_soak(tmp_path, seconds=20.0, seed=8)
     assert not report.findings, report.findings
     assert report.checks >= 2
-    assert min(report.hits, report.writes, report.evictions) > 1000, report
+    assert min(report.hits, report.writes, report.evictions) > 200, report
