@@ -14,11 +14,11 @@ import numpy.typing as npt
 from llvmlite import ir
 from numba.extending import intrinsic
 
-U8 = npt.NDArray[np.uint8]
+U32 = npt.NDArray[np.uint32]
 U64 = npt.NDArray[np.uint64]
 I64 = npt.NDArray[np.int64]
 Word = Any
-"""A uint64: a key, a slot, an entry's holders, a mask."""
+"""A uint64: a key, an entry's holders, a mask."""
 Int = Any
 """An int64: a slot, a place, a row, a holder, a count. (To mypy numpy's scalars are no `int`.)"""
 Flag = Any
@@ -45,6 +45,16 @@ def compiled(function: F) -> F:
         return rare_part(function)
 
 
+def direct(kernel: Callable[..., Any], *like: object) -> Callable[..., Any]:
+    """A kernel as it is compiled for arguments of such types, called without a look at them.
+
+    That look is half of what a call costs. Who calls it answers for the types: another array's
+    memory would be read as if it were of this type. That it is read-only does no harm.
+    """
+    entry = cast(Any, kernel).compile(tuple(map(numba.typeof, like)))
+    return cast(Callable[..., Any], entry)
+
+
 def part(function: F) -> F:
     """What only kernels call, compiled into each of them in line."""
     return cast(F, numba.njit(nogil=True, forceinline=True)(function))
@@ -69,51 +79,42 @@ def _lowest_bit(typing_context: Any, mask: Any) -> Any:
     return numba.types.int64(numba.types.uint64), generate
 
 
-def _eight(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-    """Eight words of an array, from a place on."""
+def _line(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+    """The address of array[place] as bytes."""
     data = context.make_array(signature.args[0])(context, builder, values[0]).data
-    address = builder.gep(data, [values[1]])
-    eight = ir.VectorType(ir.IntType(64), 8)
-    loaded = builder.load(builder.bitcast(address, eight.as_pointer()))
-    loaded.align = 8
-    return loaded
+    return builder.bitcast(builder.gep(data, [values[1]]), ir.IntType(8).as_pointer())
 
 
-def _in_all(builder: Any, word: Any) -> Any:
-    """A vector of eight that are this word."""
-    eight = ir.VectorType(ir.IntType(64), 8)
-    first = builder.insert_element(ir.Constant(eight, ir.Undefined), word, ir.IntType(32)(0))
-    zeros = ir.Constant(ir.VectorType(ir.IntType(32), 8), [0] * 8)
-    return builder.shuffle_vector(first, ir.Constant(eight, ir.Undefined), zeros)
-
-
-def _mask(builder: Any, truths: Any) -> Any:
-    return builder.zext(builder.bitcast(truths, ir.IntType(8)), ir.IntType(64))
-
-
-def _equal_words(typing_context: Any, array: Any, place: Any, word: Any) -> Any:
-    """Which of array[place], ... array[place + 7] are `word`: bit n is set for place + n."""
+def _equal_bytes(typing_context: Any, array: Any, place: Any, byte: Any) -> Any:
+    """Which of the sixteen bytes from array[place] on are `byte`: bit n for byte n."""
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        loaded = _eight(context, builder, signature, values)
-        truths = builder.icmp_unsigned("==", loaded, _in_all(builder, values[2]))
-        return _mask(builder, truths)
+        sixteen = ir.VectorType(ir.IntType(8), 16)
+        line = _line(context, builder, signature, values)
+        loaded = builder.load(builder.bitcast(line, sixteen.as_pointer()))
+        loaded.align = 4
+        wanted = builder.trunc(values[2], ir.IntType(8))
+        nothing = ir.Constant(sixteen, ir.Undefined)
+        first = builder.insert_element(nothing, wanted, ir.IntType(32)(0))
+        zeros = ir.Constant(ir.VectorType(ir.IntType(32), 16), [0] * 16)
+        in_all = builder.shuffle_vector(first, nothing, zeros)
+        truths = builder.icmp_unsigned("==", loaded, in_all)
+        return builder.zext(builder.bitcast(truths, ir.IntType(16)), ir.IntType(64))
 
     return numba.types.uint64(array, numba.types.int64, numba.types.uint64), generate
 
 
-def _equal_upper(typing_context: Any, array: Any, place: Any, half: Any) -> Any:
-    """The same for the upper halves of the words."""
+def _put_byte(typing_context: Any, array: Any, place: Any, number: Any, byte: Any) -> Any:
+    """Write byte `number` of those from array[place] on."""
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        loaded = _eight(context, builder, signature, values)
-        shift = ir.Constant(loaded.type, [32] * 8)
-        truths = builder.icmp_unsigned(
-            "==", builder.lshr(loaded, shift), _in_all(builder, values[2])
-        )
-        return _mask(builder, truths)
+        line = _line(context, builder, signature, values)
+        written = builder.trunc(values[3], ir.IntType(8))
+        builder.store(written, builder.gep(line, [values[2]]))
+        return context.get_dummy_value()
 
-    return numba.types.uint64(array, numba.types.int64, numba.types.uint64), generate
+    int64, uint64 = numba.types.int64, numba.types.uint64
+    return numba.types.void(array, int64, int64, uint64), generate
 
 
 def _pointer(word_type: Any) -> Callable[..., Any]:
@@ -130,8 +131,7 @@ def _prefetch(typing_context: Any, array: Any, place: Any) -> Any:
     """Ask the processor for array[place], without waiting for it."""
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        data = context.make_array(signature.args[0])(context, builder, values[0]).data
-        address = builder.bitcast(builder.gep(data, [values[1]]), ir.IntType(8).as_pointer())
+        address = _line(context, builder, signature, values)
         number = ir.IntType(32)
         kind = ir.FunctionType(ir.VoidType(), [address.type, number, number, number])
         hint = builder.module.declare_intrinsic("llvm.prefetch", [address.type], kind)
@@ -142,10 +142,11 @@ def _prefetch(typing_context: Any, array: Any, place: Any) -> Any:
     return numba.types.void(array, place), generate
 
 
-fetch = cast(Callable[[U64, Int], None], intrinsic(_prefetch))
+fetch = cast(Callable[[U32 | U64, Int], None], intrinsic(_prefetch))
 lowest_bit = cast(Callable[[Word], Int], intrinsic(_lowest_bit))
-equal_words = cast(Callable[[U64, Int, Word], Word], intrinsic(_equal_words))
-equal_upper = cast(Callable[[U64, Int, Word], Word], intrinsic(_equal_upper))
+equal_bytes = cast(Callable[[U32, Int, Word], Word], intrinsic(_equal_bytes))
+put_byte = cast(Callable[[U32, Int, Int, Word], None], intrinsic(_put_byte))
+u32_pointer = cast(Callable[[Int], Any], intrinsic(_pointer(numba.types.uint32)))
 u64_pointer = cast(Callable[[Int], Any], intrinsic(_pointer(numba.types.uint64)))
 i64_pointer = cast(Callable[[Int], Any], intrinsic(_pointer(numba.types.int64)))
 carray = cast(Any, numba).carray

@@ -23,73 +23,72 @@ from global_index.holder_rows import (
     row_of,
     tier_bits,
 )
-from global_index.jit import I64, U64, Flag, Int, Word, compiled, part, u64
+from global_index.jit import I64, U32, U64, Flag, Int, compiled, part, u64
 from global_index.slots import (
+    BUCKET_WORDS,
     find,
     free_slot,
     look_ahead,
     look_ahead_near,
     look_at_first,
-    place_of,
+    put_all,
     put_slot,
-    word_of,
 )
-from global_index.slots import rehash as rehash
-from global_index.slots import slot_of as slot_of
+from global_index.slots import place_of as place_of
 from global_index.table_state import (
     BLOCKS,
     CAPACITY,
     CURSOR,
+    DONE,
     ENTRIES,
     FREE_ROW,
     GROW_AT,
+    REFUSED,
     ROWS,
     SLOTS,
+    SPARSE,
     TIERS,
     TOP,
     USES,
     bitmap_rows,
     digest_table,
     i64_array,
+    u32_array,
     u64_array,
 )
 
-MIN_SLOTS = 1024
+MIN_SLOTS = 128 * BUCKET_WORDS
 MIN_ROWS = 256
 
 _0, _1, _3, _16 = map(u64, (0, 1, 3, 16))
 
 
 @part
-def take_entry(entries: U64, state: I64) -> Int:
-    """A free entry: behind all others, or once a twelfth is free the next free one."""
-    unused = state[TOP] - state[BLOCKS]
-    if 2 * state[TOP] < entries.shape[0] and 12 * unused < state[TOP] + 768:
-        state[TOP] += 1
-        return state[TOP] - 1
-    place = state[CURSOR]
+def next_free(entries: U64, place: Int, top: Int) -> Int:
+    """The first free entry below `top` from `place` on, round the end. There must be one."""
     while True:
-        if place >= state[TOP]:
+        if place >= top:
             place = 0
         if entries[2 * place] == _0:
-            state[CURSOR] = place + 1
             return place
         place += 1
 
 
 @compiled
-def store(state: I64, keys: U64, holder: Int, tier: Int, start: Int) -> tuple[Int, Int, Int, Int]:
-    """Add rows for keys[start:]; return where it stopped, and how many rows it added, found
-    there already, and dropped.
+def store(state: I64, keys: U64, holder: Int, tier: Int, start: Int) -> Int:
+    """Add rows for keys[start:]; return how many it added, or the complement (`~`) of that.
 
-    Less than len(keys) means: make the table larger (state[BLOCKS] reached state[GROW_AT]), or
+    The complement says: look at the state. REFUSED is how many keys were new and refused, DONE
+    where it stopped. Less than len(keys) means: make the table larger (BLOCKS reached GROW_AT), or
     else add free rows, then go on from there.
     """
-    slots, entries = u64_array(state, SLOTS), u64_array(state, ENTRIES)
+    slots, entries = u32_array(state, SLOTS), u64_array(state, ENTRIES)
     rows, uses = bitmap_rows(state), i64_array(state, USES)
     bit = _1 << np.uint64(tier)
     alone = (np.uint64(holder) << _3) | bit
-    changed, unchanged, dropped = 0, 0, 0
+    blocks, top = state[BLOCKS], state[TOP]
+    most, room = min(state[GROW_AT], state[CAPACITY]), entries.shape[0] // 2
+    changed, refused = 0, 0
     xor, seen, became = _0, _0, _0
     place = -1
     has_jumped = False
@@ -97,40 +96,43 @@ def store(state: I64, keys: U64, holder: Int, tier: Int, start: Int) -> tuple[In
     while i < keys.shape[0]:
         key = keys[i]
         place += 1
-        if place >= state[TOP] or entries[2 * place] != key or key == _0:
+        if place >= top or entries[2 * place] != key or key == _0:
             if not has_jumped:
                 look_at_first(slots, keys, i)
                 has_jumped = True
             look_ahead(slots, entries, keys, i)
-            slot = find(slots, entries, key)
-            if key == _0:
-                unchanged += 1
-                i += 1
-                continue
-            if slots[slot] == _0:
-                if state[BLOCKS] >= state[CAPACITY]:
-                    dropped += 1
+            place = find(slots, entries, key)
+            if place < 0:
+                if key == _0:
                     i += 1
                     continue
-                if state[BLOCKS] >= state[GROW_AT]:
-                    break
-                place = take_entry(entries, state)
-                slots[slot] = word_of(key, place)
+                if blocks >= most:
+                    if blocks < state[CAPACITY]:
+                        break
+                    refused += 1
+                    i += 1
+                    continue
+                # Behind all others, or once a twelfth is free the next free one.
+                if top < room and 12 * (top - blocks) < top + 768:
+                    place = top
+                    top += 1
+                else:
+                    place = next_free(entries, state[CURSOR], top)
+                    state[CURSOR] = place + 1
+                put_slot(slots, key, place)
                 entries[2 * place] = key
                 entries[2 * place + 1] = alone
-                state[BLOCKS] += 1
+                blocks += 1
                 changed += 1
                 xor ^= key
                 i += 1
                 continue
-            place = place_of(slots[slot])
         value = entries[2 * place + 1]
         if value == seen:
             entries[2 * place + 1] = became
             if not again(uses, state, value, became):
                 seen = _0
         elif tier_bits(rows, value, holder) & bit != _0:
-            unchanged += 1
             i += 1
             continue
         else:
@@ -142,46 +144,54 @@ def store(state: I64, keys: U64, holder: Int, tier: Int, start: Int) -> tuple[In
         changed += 1
         xor ^= key
         i += 1
+    state[BLOCKS], state[TOP] = blocks, top
+    state[DONE], state[REFUSED] = i, refused
     digests = digest_table(state)
     digests[holder, tier, 0] += np.uint64(changed)
     digests[holder, tier, 1] ^= xor
-    return i, changed, unchanged, dropped
+    return changed if i == keys.shape[0] and refused == 0 else ~changed
 
 
 @part
-def free_entry(slots: U64, entries: U64, state: I64, key: Word, place: Int) -> None:
-    entries[2 * place] = _0
-    entries[2 * place + 1] = _0
-    state[BLOCKS] -= 1
-    while state[TOP] > 0 and entries[2 * state[TOP] - 2] == _0:
-        state[TOP] -= 1
-    free_slot(slots, word_of(key, place))
+def lower_top(entries: U64, state: I64) -> None:
+    """Let `top` come down to the last entry in use."""
+    top = state[TOP]
+    while top > 0 and entries[2 * top - 2] == _0:
+        top -= 1
+    state[TOP] = top
 
 
-@compiled
-def is_sparse(state: I64) -> Flag:
+@part
+def stands_empty(state: I64) -> Flag:
     """Whether three quarters of what the table may hold, or of the bitmap rows, are unused.
 
     A table in its first pages is never sparse.
     """
-    slots, rows = state[SLOTS + 1], state[USES + 1]
-    return (16 * state[BLOCKS] < 3 * slots and slots > MIN_SLOTS) or (
+    rows = state[USES + 1]
+    return (4 * state[BLOCKS] < state[GROW_AT] and state[SLOTS + 1] > MIN_SLOTS) or (
         4 * state[ROWS] < rows and rows > MIN_ROWS
     )
 
 
 @compiled
-def remove(state: I64, keys: U64, holder: Int, tier: Int, start: Int) -> tuple[Int, Int, Flag]:
-    """Take rows away for keys[start:]; return where it stopped, how many there were, and whether
-    the table stands three quarters empty now.
+def is_sparse(state: I64) -> Flag:
+    """`stands_empty`, for Python."""
+    return stands_empty(state)
 
-    Less than len(keys) means: add free rows, then go on from there.
+
+@compiled
+def remove(state: I64, keys: U64, holder: Int, tier: Int, start: Int) -> Int:
+    """Take rows away for keys[start:]; return how many there were, or the complement of that.
+
+    The complement says: look at the state. SPARSE is whether the table stands three quarters empty
+    now, DONE where it stopped. Less than len(keys) means: add free rows, then go on from there.
     """
-    slots, entries = u64_array(state, SLOTS), u64_array(state, ENTRIES)
+    slots, entries = u32_array(state, SLOTS), u64_array(state, ENTRIES)
     rows, uses = bitmap_rows(state), i64_array(state, USES)
     bit = _1 << np.uint64(tier)
     alone = (np.uint64(holder) << _3) | bit
-    changed = 0
+    top = state[TOP]
+    changed, freed = 0, 0
     xor, seen, became = _0, _0, _0
     place = -2
     look_at_first(slots, keys, start)
@@ -191,24 +201,25 @@ def remove(state: I64, keys: U64, holder: Int, tier: Int, start: Int) -> tuple[I
         i += 1
         if key == _0:
             continue
-        is_jump = False
-        # Most are neighbours: leaves first, or as they came.
-        if place > 0 and entries[2 * place - 2] == key:
-            place -= 1
-        elif 0 <= place < state[TOP] - 1 and entries[2 * place + 2] == key:
+        # Most are neighbours: as they came, or leaves first.
+        if 0 <= place < top - 1 and entries[2 * place + 2] == key:
             place += 1
+            look_ahead_near(slots, keys, i)
+        elif place > 0 and entries[2 * place - 2] == key:
+            place -= 1
+            look_ahead_near(slots, keys, i)
         else:
-            is_jump = True
             look_ahead(slots, entries, keys, i)
-            word = slots[find(slots, entries, key)]
-            if word == _0:
+            found = find(slots, entries, key)
+            if found < 0:
                 continue
-            place = place_of(word)
+            place = found
         value = entries[2 * place + 1]
         if value == alone:
-            if not is_jump:
-                look_ahead_near(slots, keys, i)
-            free_entry(slots, entries, state, key, place)
+            entries[2 * place] = _0
+            entries[2 * place + 1] = _0
+            free_slot(slots, key, place)
+            freed += 1
         elif value == seen:
             entries[2 * place + 1] = became
             if not again(uses, state, value, became):
@@ -226,10 +237,14 @@ def remove(state: I64, keys: U64, holder: Int, tier: Int, start: Int) -> tuple[I
                 seen = _0
         changed += 1
         xor ^= key
+    state[BLOCKS] -= freed
+    lower_top(entries, state)
+    is_sparse = stands_empty(state)
+    state[DONE], state[SPARSE] = i, is_sparse
     digests = digest_table(state)
     digests[holder, tier, 0] -= np.uint64(changed)
     digests[holder, tier, 1] ^= xor
-    return i, changed, is_sparse(state)
+    return changed if i == keys.shape[0] and not is_sparse else ~changed
 
 
 @compiled
@@ -239,7 +254,7 @@ def sweep(state: I64, holder: Int, tiers: Int, place: Int, budget: Int) -> tuple
     Returns where it stopped and what is left of `budget` entries: none, or some when the digests
     say that no row is left, or else when there is no free bitmap row.
     """
-    slots, entries = u64_array(state, SLOTS), u64_array(state, ENTRIES)
+    slots, entries = u32_array(state, SLOTS), u64_array(state, ENTRIES)
     rows, uses = bitmap_rows(state), i64_array(state, USES)
     digests = digest_table(state)
     wanted = np.uint64(tiers)
@@ -273,9 +288,12 @@ def sweep(state: I64, holder: Int, tiers: Int, place: Int, budget: Int) -> tuple
                     digests[holder, tier, 0] -= _1
                     digests[holder, tier, 1] ^= key
             if became == _0:
-                free_entry(slots, entries, state, key, place)
+                entries[2 * place] = _0
+                free_slot(slots, key, place)
+                state[BLOCKS] -= 1
         budget -= 1
         place += 1
+    lower_top(entries, state)
     return place, budget
 
 
@@ -298,7 +316,7 @@ def collect(state: I64, holder: Int, tier: Int, start: Int, stop: Int, found: U6
 
 
 @compiled
-def pack(state: I64, slots: U64, packed: U64, packed_rows: U64, uses: I64) -> None:
+def pack(state: I64, slots: U32, packed: U64, packed_rows: U64, uses: I64) -> None:
     """Move all entries, in their order, and rows in use into new empty arrays without gaps."""
     entries, rows = u64_array(state, ENTRIES), bitmap_rows(state)
     moved = np.zeros(rows.shape[0], np.int64)
@@ -319,8 +337,8 @@ def pack(state: I64, slots: U64, packed: U64, packed_rows: U64, uses: I64) -> No
             value = np.uint64(moved[was]) << _16
         packed[2 * place] = key
         packed[2 * place + 1] = value
-        put_slot(slots, word_of(key, place))
         place += 1
+    put_all(slots, packed, place)
     state[TOP] = place
     state[CURSOR] = 0
     state[ROWS] = row
@@ -332,3 +350,9 @@ def pack(state: I64, slots: U64, packed: U64, packed_rows: U64, uses: I64) -> No
 def list_free_rows(state: I64, first: Int) -> None:
     """Put all rows from `first` on in front of the list of free rows, so that they go in order."""
     put_in_free_list(i64_array(state, USES), state, first)
+
+
+@compiled
+def rehash(state: I64) -> None:
+    """Note the places of all entries in slots that are all free."""
+    put_all(u32_array(state, SLOTS), u64_array(state, ENTRIES), state[TOP])

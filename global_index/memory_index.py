@@ -1,8 +1,9 @@
 """The default index: entries in the order of their coming, found through a hash table of places.
 
-16 bytes an entry, of which at most a twelfth are free, and 8 a slot at a load of 9/16 to 3/4: 27
-to 32 bytes a block with at most four holders. A block with more takes a bitmap row of 3 x 8 bytes
-for each 64 holders known. Numpy arrays, walked by Numba kernels. Costs: README.md.
+16 bytes an entry, of which at most a twelfth are free, and 64 for each 4.4 to 7 of them to find
+them: 25 to 32 bytes a block with at most four holders. A block with more takes a bitmap
+row of 3 x 8 bytes for each 64 holders known. Numpy arrays, walked by Numba kernels. Costs:
+README.md.
 """
 
 from __future__ import annotations
@@ -10,12 +11,11 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 
-from emberkv_proto.buckets import BUCKETS
+from emberkv_proto.buckets import BUCKETS, KEY_MIX
 from emberkv_proto.errors import IntegrityError
 from emberkv_proto.events import Keys
 from emberkv_proto.types import IndexKey, Tier, TierDigest
@@ -32,44 +32,51 @@ from global_index.index import (
     Holding,
     TableSize,
 )
-from global_index.jit import I64, U64
+from global_index.jit import I64, U32, U64, direct
 from global_index.kernels import MIN_SLOTS
-from global_index.slots import BUCKET_SLOTS
+from global_index.slots import BUCKET_WORDS, PASSED, PLACES
 from global_index.table_state import (
     ACTIVE,
     BITMAP_WORDS,
     BITMAPS,
     BLOCKS,
     DIGESTS,
+    DONE,
     ENTRIES,
     FREE_ROW,
     GROW_AT,
     LINKS,
     OUT,
+    REFUSED,
     ROWS,
     RUNS,
     SLOTS,
+    SPARSE,
     TIERS,
     TOP,
     USES,
+    WATCHED,
+    WORDS,
     empty_state,
     tell,
 )
 from global_index.walk import BASE, FIRST, NEXT, PLACE, walk
 
 _MAX_SLOTS = 1 << 32  # a slot has 32 bits for its tag and 32 for a place
+MOST_IN_BUCKET = 7
+"""Blocks for each bucket of twelve when the table grows, on the average: few buckets are full."""
 _ALL_TIERS = 0b111
 _BUCKETS_AT_ONCE = 4
 """A 64th of the table: two milliseconds at five million blocks."""
 _U64 = np.dtype(np.uint64)
-_applied = cast(Callable[[Iterable[int]], Applied], partial(tuple.__new__, Applied))
-"""`_make` in a third of the time."""
+_applied = cast(Callable[[type[Applied], tuple[int, int, int]], Applied], tuple.__new__)
+"""`Applied._make` in a third of the time."""
 _MAP_NORESERVE = 0x4000  # Linux; `mmap` names it from Python 3.13 on
 _PAGES = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
 
 
 class MemoryIndex:
-    """A `BlockIndex`. Grows by a third when 3/4 full, up to `capacity_blocks` blocks.
+    """A `BlockIndex`. Grows by three fifths when 7/12 full, up to `capacity_blocks` blocks.
 
     Shrinks when three quarters of that stand empty.
     """
@@ -79,6 +86,10 @@ class MemoryIndex:
             raise ValueError(f"capacity_blocks {capacity_blocks} is not in 1..{_MAX_SLOTS // 2}")
         self._capacity = capacity_blocks
         self._state = empty_state(capacity_blocks)
+        none = np.zeros(0, np.uint64)
+        self._store = direct(kernels.store, self._state, none, 0, 0, 0)
+        self._remove = direct(kernels.remove, self._state, none, 0, 0, 0)
+        self._walk = direct(walk, self._state, none)
         self._use_table(*self._new_table(), MIN_SLOTS)
         self._use_rows(np.zeros((0, TIERS, 1), np.uint64), np.zeros(0, np.int64))
         self._digests = np.zeros((MAX_HOLDERS, TIERS, 2), np.uint64)
@@ -86,6 +97,7 @@ class MemoryIndex:
         self._links = BaseLinks()
         self._link_table = np.full((MAX_HOLDERS, 3), -1, np.int64)
         self._out = np.zeros((4, MAX_HOLDERS), np.int64)
+        self._columns: list[Any] = [column.data for column in self._out]
         self._runs = np.full((MAX_HOLDERS, 5), -1, np.int64)
         self._active = np.zeros(MAX_HOLDERS + 1, np.int64)
         tell(self._state, DIGESTS, self._digests)
@@ -93,31 +105,51 @@ class MemoryIndex:
         tell(self._state, OUT, self._out)
         tell(self._state, RUNS, self._runs)
         tell(self._state, ACTIVE, self._active)
+        self._watched = np.zeros(MAX_HOLDERS // 64, np.uint64)
+        self._words = np.zeros(MAX_HOLDERS // 64 + 1, np.int64)
+        tell(self._state, WATCHED, self._watched)
+        tell(self._state, WORDS, self._words)
 
     def apply_stored(self, holder: Holder, tier: Tier, keys: Keys) -> Applied:
         keys = _u64(keys)
         if not 0 <= holder < self._holders_fit:
             self._widen(holder)
-        done, changed, unchanged, dropped = kernels.store(self._state, keys, holder, tier - 1, 0)
-        while done < len(keys):
-            if self._state[BLOCKS] >= self._state[GROW_AT]:
+        changed = self._store(self._state, keys, holder, tier - 1, 0)
+        if changed < 0:
+            return self._store_rest(holder, tier, keys, ~changed)
+        return _applied(Applied, (changed, len(keys) - changed, 0))
+
+    def _store_rest(self, holder: Holder, tier: Tier, keys: Keys, changed: int) -> Applied:
+        """What a call of the kernel could not do: with more room, or with none to be had."""
+        state, refused = self._state, 0
+        while True:
+            refused += int(state[REFUSED])
+            if state[DONE] == len(keys):
+                return Applied(changed, len(keys) - changed - refused, refused)
+            if state[BLOCKS] >= state[GROW_AT]:
                 self._grow()
             else:
                 self._grow_rows()
-            done, *more = kernels.store(self._state, keys, holder, tier - 1, done)
-            changed, unchanged, dropped = changed + more[0], unchanged + more[1], dropped + more[2]
-        return _applied((changed, unchanged, dropped))
+            more = self._store(state, keys, holder, tier - 1, int(state[DONE]))
+            changed += max(more, ~more)
 
     def apply_removed(self, holder: Holder, tier: Tier, keys: Keys) -> Applied:
         keys = _u64(keys)
-        done, changed, is_sparse = kernels.remove(self._state, keys, holder, tier - 1, 0)
-        while done < len(keys):
+        changed = self._remove(self._state, keys, holder, tier - 1, 0)
+        if changed < 0:
+            changed = self._remove_rest(holder, tier, keys, ~changed)
+        return _applied(Applied, (changed, len(keys) - changed, 0))
+
+    def _remove_rest(self, holder: Holder, tier: Tier, keys: Keys, changed: int) -> int:
+        """What a call of the kernel could not do, and what has to follow; how many changed."""
+        state = self._state
+        while state[DONE] < len(keys):
             self._grow_rows()
-            done, more, is_sparse = kernels.remove(self._state, keys, holder, tier - 1, done)
-            changed += more
-        if is_sparse:
+            more = self._remove(state, keys, holder, tier - 1, int(state[DONE]))
+            changed += max(more, ~more)
+        if state[SPARSE]:
             self._shrink()
-        return _applied((changed, len(keys) - changed, 0))
+        return changed
 
     def clear_tier(self, holder: Holder, tier: Tier) -> int:
         removed = self.digest(holder, tier).blocks
@@ -146,16 +178,23 @@ class MemoryIndex:
         )
 
     def query(self, keys: Keys) -> HolderHits:
-        found = walk(self._state, _u64(keys))
-        return HolderHits(*self._out[:, :found].tolist())
+        found = self._walk(self._state, _u64(keys))
+        # Written out, and without numpy: code that is in no cache is most of what a query costs.
+        holders, hits, hbm, dram = self._columns
+        return HolderHits(
+            holders[:found].tolist(),
+            hits[:found].tolist(),
+            hbm[:found].tolist(),
+            dram[:found].tolist(),
+        )
 
     def holdings(self, key: IndexKey) -> tuple[Holding, ...]:
-        word = int(self._slots[kernels.slot_of(self._slots, self._entries, np.uint64(key))])
-        if not word:
+        place = kernels.place_of(self._slots, self._entries, np.uint64(key))
+        if place < 0:
             return ()
         return tuple(
             Holding(Holder(holder), tuple(tier for tier in Tier if bits >> (tier - 1) & 1))
-            for holder, bits in sorted(self._unpack(self._value((word & 0xFFFFFFFF) - 1)).items())
+            for holder, bits in sorted(self._unpack(self._value(place)).items())
         )
 
     def rows(self, holder: Holder, tier: Tier) -> Keys:
@@ -203,7 +242,7 @@ class MemoryIndex:
         keys = self._entries[::2]
         places = np.flatnonzero(keys)
         assert len(places) == blocks <= self._capacity, "block count is wrong"
-        assert np.count_nonzero(self._slots) == blocks, "a slot leads nowhere"
+        self._check_slots(places)
         assert not places.size or places[-1] < top, "an entry stands above the top"
         assert blocks <= _grow_at(self._slots.size), "no room was made"
         for which, array in (
@@ -216,6 +255,8 @@ class MemoryIndex:
             (OUT, self._out),
             (RUNS, self._runs),
             (ACTIVE, self._active),
+            (WATCHED, self._watched),
+            (WORDS, self._words),
         ):
             told = self._state[which : which + 2].tolist()
             assert told == [array.ctypes.data, array.size], "the kernels use another array"
@@ -226,8 +267,8 @@ class MemoryIndex:
         rows_used: list[int] = []
         for place in places.tolist():
             key, value = keys[place], self._value(place)
-            word = int(self._slots[kernels.slot_of(self._slots, self._entries, key)])
-            assert (word & 0xFFFFFFFF) - 1 == place, f"key {key} cannot be found"
+            found = kernels.place_of(self._slots, self._entries, key)
+            assert found == place, f"key {key} cannot be found"
             if value & 0xFFFF == 0:
                 rows_used.append((value >> 16) - 1)
             held = self._unpack(value)
@@ -251,6 +292,21 @@ class MemoryIndex:
         while row >= 0:
             free, row = free + 1, -2 - int(self._uses[row])
         assert free + self._state[ROWS] == len(self._rows), "a free row is lost"
+
+    def _check_slots(self, places: I64) -> None:
+        """Each entry in one slot, and each bucket knows how many went past it."""
+        buckets = self._slots.reshape(-1, BUCKET_WORDS)
+        tags = buckets[:, :PASSED].copy().view(np.uint8)
+        bucket, n = np.nonzero(tags)
+        told = buckets[bucket, PLACES + n].astype(np.int64)
+        assert np.array_equal(np.sort(told), places), "a slot leads nowhere"
+        upper = self._entries[2 * told] * np.uint64(KEY_MIX) >> np.uint64(32)
+        home = (upper * np.uint64(len(buckets)) >> np.uint64(32)).astype(np.int64)
+        passed = np.zeros(len(buckets), np.int64)
+        for first, last in zip(home[home != bucket], bucket[home != bucket], strict=True):
+            behind = np.arange(first, last if last > first else last + len(buckets))
+            passed[behind % len(buckets)] += 1
+        assert np.array_equal(passed, buckets[:, PASSED]), "keys past a bucket are miscounted"
 
     def _value(self, place: int) -> int:
         return int(self._entries[2 * place + 1])
@@ -298,10 +354,10 @@ class MemoryIndex:
 
     def _grow(self) -> None:
         old = self._slots.size
-        larger = max(min(old + old // 3, _most_slots(self._capacity)), old + BUCKET_SLOTS)
+        larger = max(min(old * 8 // 5, _most_slots(self._capacity)), old + BUCKET_WORDS)
+        self._slots[:] = 0
         self._use_table(self._slot_room, self._entries, larger)
-        taken = np.zeros(self._slots.size // BUCKET_SLOTS, np.uint8)
-        kernels.rehash(self._slots, old, taken, _mapped(old))
+        kernels.rehash(self._state)
 
     def _grow_rows(self) -> None:
         old = len(self._rows)
@@ -312,8 +368,8 @@ class MemoryIndex:
         kernels.list_free_rows(self._state, old)
 
     def _shrink(self) -> None:
-        """Give memory back: write table and bitmap rows anew, at about twice what is used."""
-        count = max(2 * int(self._state[BLOCKS]), MIN_SLOTS)
+        """Give memory back: write table and bitmap rows anew, with some room for more."""
+        count = max(_slots_for(int(self._state[BLOCKS])) * 8 // 5, MIN_SLOTS)
         room, entries = self._new_table()
         rows = 2 * int(self._state[ROWS])
         packed_rows = np.zeros((rows, *self._rows.shape[1:]), np.uint64)
@@ -322,12 +378,12 @@ class MemoryIndex:
         self._use_table(room, entries, count)
         self._use_rows(packed_rows, uses)
 
-    def _new_table(self) -> tuple[U64, U64]:
+    def _new_table(self) -> tuple[U32, U64]:
         """Slots and entries for all of the capacity, none of it in memory yet."""
         slots = _most_slots(self._capacity)
-        return _mapped(slots), _mapped(2 * _entries_for(slots))
+        return _mapped(slots // 2).view(np.uint32), _mapped(2 * _entries_for(slots))
 
-    def _use_table(self, room: U64, entries: U64, slots: int) -> None:
+    def _use_table(self, room: U32, entries: U64, slots: int) -> None:
         self._slot_room, self._entries = room, entries
         self._slots = _whole_buckets(room, slots)
         self._state[GROW_AT] = _grow_at(self._slots.size)
@@ -343,7 +399,11 @@ class MemoryIndex:
 
 
 def _grow_at(slots: int) -> int:
-    return slots * 3 // 4
+    return slots // BUCKET_WORDS * MOST_IN_BUCKET
+
+
+def _slots_for(blocks: int) -> int:
+    return blocks * BUCKET_WORDS // MOST_IN_BUCKET
 
 
 def _entries_for(slots: int) -> int:
@@ -353,11 +413,11 @@ def _entries_for(slots: int) -> int:
 
 
 def _most_slots(capacity: int) -> int:
-    return max(capacity * 4 // 3 + 2 * BUCKET_SLOTS, MIN_SLOTS) & -BUCKET_SLOTS
+    return max(_slots_for(capacity) + 2 * BUCKET_WORDS, MIN_SLOTS) & -BUCKET_WORDS
 
 
-def _whole_buckets(room: U64, slots: int) -> U64:
-    return room[: slots & -BUCKET_SLOTS]
+def _whole_buckets(room: U32, slots: int) -> U32:
+    return room[: slots & -BUCKET_WORDS]
 
 
 def _mapped(words: int) -> U64:
@@ -397,7 +457,7 @@ def _write_links(links: BaseLinks, bases: Iterable[Holder], table: I64) -> None:
 
 
 def _u64(keys: Keys) -> Keys:
-    """The one array type that the kernels are compiled for; keys from the wire are read-only."""
-    if keys.dtype is _U64 and keys.flags.carray:
+    """What the kernels are compiled for: words of 64 bits in a row."""
+    if keys.dtype is _U64 and keys.flags.c_contiguous:
         return keys
     return np.array(keys, np.uint64, order="C")

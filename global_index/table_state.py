@@ -8,25 +8,43 @@ from __future__ import annotations
 
 import numpy as np
 
-from global_index.jit import I64, U64, Int, carray, i64_pointer, part, u64_pointer
+from global_index.jit import (
+    I64,
+    U32,
+    U64,
+    Int,
+    carray,
+    i64_pointer,
+    part,
+    u32_pointer,
+    u64_pointer,
+)
 
 BLOCKS, TOP, CURSOR, ROWS, FREE_ROW = range(5)
 """Entries in use; where the unused ones begin; where to look for a free one below; bitmap rows in
 use; the first free one, or -1."""
 GROW_AT, CAPACITY = 5, 6
 """Most blocks that the slots take, and that there may be at all."""
-SLOTS, ENTRIES, BITMAPS, USES, DIGESTS, LINKS, OUT, RUNS, ACTIVE = range(7, 25, 2)
+SLOTS, ENTRIES, BITMAPS, USES, DIGESTS, LINKS, OUT, RUNS, ACTIVE, WATCHED, WORDS = range(7, 29, 2)
 """Arrays: the address, then the number of elements."""
-BITMAP_WORDS = 25
+BITMAP_WORDS = 29
 """Words of a bitmap row for each tier."""
-STATE_WORDS = 26
+DONE, REFUSED, SPARSE = range(30, 33)
+"""What a kernel says beside what it returns: boxing a tuple takes as long as to apply ten keys."""
+STATE_WORDS = 33
 TIERS = 3
 
 
-def tell(state: I64, which: int, array: U64 | I64) -> None:
+def tell(state: I64, which: int, array: U32 | U64 | I64) -> None:
     """From now on the kernels use this array, which the caller keeps alive."""
     state[which] = array.ctypes.data
     state[which + 1] = array.size
+
+
+@part
+def u32_array(state: I64, which: Int) -> U32:
+    array: U32 = carray(u32_pointer(state[which]), (state[which + 1],))
+    return array
 
 
 @part

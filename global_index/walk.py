@@ -6,7 +6,7 @@ import numpy as np
 
 from global_index.holder_rows import LOW_WORD, row_of, tier_bits
 from global_index.jit import I64, U64, Int, Word, compiled, fetch, lowest_bit, part, rare_part, u64
-from global_index.slots import find, look_ahead, place_of
+from global_index.slots import find, look_ahead
 from global_index.table_state import (
     ACTIVE,
     ENTRIES,
@@ -15,9 +15,12 @@ from global_index.table_state import (
     RUNS,
     SLOTS,
     TOP,
+    WATCHED,
+    WORDS,
     bitmap_rows,
     i64_array,
     i64_table,
+    u32_array,
     u64_array,
 )
 
@@ -96,8 +99,11 @@ def go_on(
 
 
 @rare_part
-def watch(links: I64, watched: U64, words: I64, active: I64) -> None:
-    """Note whose bits matter: active holders' and their bases'. words[-1] is the count of words."""
+def watch(links: I64, watched: U64, words: I64, active: I64, columns: Int) -> None:
+    """Note whose bits matter: active holders' and their bases'. words[-1] is the count of words.
+
+    A base that never had a block may be beyond the columns of a bitmap row.
+    """
     watched[:] = _0
     for n in range(active[active.shape[0] - 1]):
         holder = active[n]
@@ -106,7 +112,7 @@ def watch(links: I64, watched: U64, words: I64, active: I64) -> None:
         if holder >= 0:
             watched[holder >> 6] |= _1 << np.uint64(holder & 63)
     count = 0
-    for word in range(watched.shape[0]):
+    for word in range(columns):
         if watched[word] != _0:
             words[count] = word
             count += 1
@@ -144,20 +150,18 @@ def walk(state: I64, keys: U64) -> Int:
     found = 0
     if total == 0:
         return found
-    slots, entries, rows = u64_array(state, SLOTS), u64_array(state, ENTRIES), bitmap_rows(state)
+    slots, entries, rows = u32_array(state, SLOTS), u64_array(state, ENTRIES), bitmap_rows(state)
     links, out = i64_table(state, LINKS, 3), i64_table(state, OUT, state[OUT + 1] // 4)
     runs, active = i64_table(state, RUNS, 5), i64_array(state, ACTIVE)
     top = state[TOP]
     last = active.shape[0] - 1
     active[last] = 0
-    word = slots[find(slots, entries, keys[0])]
-    if word == _0:
+    place = find(slots, entries, keys[0])
+    if place < 0:
         return found
-    place = place_of(word)
     was = entries[2 * place + 1]
     start(rows, links, runs, active, was)
-    watched = np.zeros(rows.shape[2], np.uint64)
-    words = np.zeros(rows.shape[2] + 1, np.int64)
+    watched, words = u64_array(state, WATCHED), i64_array(state, WORDS)
     watching = -1
     position = 1
     while active[last] > 0:
@@ -186,16 +190,16 @@ def walk(state: I64, keys: U64) -> Int:
                 value = entries[2 * place + 1]
             else:
                 look_ahead(slots, entries, keys, position)
-                word = slots[find(slots, entries, keys[position])]
-                if word != _0:
-                    place = place_of(word)
+                at = find(slots, entries, keys[position])
+                if at >= 0:
+                    place = at
                     value = entries[2 * place + 1]
         if value == was:
             position += 1
             continue
         if was & LOW_WORD == _0 and value & LOW_WORD == _0 and value != _0:
             if watching < 0 or 2 * active[last] < watching:
-                watch(links, watched, words, active)
+                watch(links, watched, words, active, rows.shape[2])
                 watching = active[last]
             row = row_of(value)
             before = row_of(was)

@@ -116,8 +116,7 @@ class _Engine:
     dropped: int = 0
     counts: StreamCounts = field(default_factory=StreamCounts)
     told: EngineHit | None = None
-    """The last answer about it, and the counts in it."""
-    told_counts: tuple[int, ...] = ()
+    """The last answer about it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,13 +259,19 @@ class EngineDirectory:
             engine = self._by_holder.get(holder)
             if engine is None or engine.state is not StreamState.CURRENT:
                 continue
-            counts = (hit, hbm, dram, hit - hbm - dram)
             told = engine.told
-            if told is None or counts != engine.told_counts or told.url != engine.info.url:
+            if (
+                told is None
+                or told.hit_blocks != hit
+                or told.hbm_blocks != hbm
+                or told.dram_blocks != dram
+                or told.url != engine.info.url
+            ):
                 # Many chains have the beginning in common that most engines hold of them.
-                key = engine.key
-                told = EngineHit(key.engine_id, key.dp_rank, engine.info.url, key.node_id, *counts)
-                engine.told, engine.told_counts = told, counts
+                key, ssd = engine.key, hit - hbm - dram
+                told = engine.told = EngineHit(
+                    key.engine_id, key.dp_rank, engine.info.url, key.node_id, hit, hbm, dram, ssd
+                )
             hits.append(told)
         hits.sort(key=_HIT_BLOCKS, reverse=True)
         return hits

@@ -265,6 +265,13 @@ def test_engine_is_named_when_only_one_of_the_two_has_the_first_block(index: Blo
     assert hits(index, chain(1, 20)) == {engine: (3, 3, 0, 0)}
 
 
+def test_base_without_a_block_beyond_all_other_numbers_changes_nothing(index: BlockIndex) -> None:
+    for holder in range(6):
+        index.apply_stored(Holder(holder), Tier.DRAM, chain(1, 9 - holder))
+    index.set_base(A, Holder(MAX_HOLDERS - 1))
+    assert hits(index, chain(1, 20)) == {h: (8 - h, 0, 8 - h, 0) for h in range(6)}
+
+
 def test_base_may_change_and_has_none_itself(index: BlockIndex) -> None:
     old, new, engine = A, B, C
     index.apply_stored(old, Tier.DRAM, chain(1, 3))

@@ -127,6 +127,28 @@ def test_every_holder_number_there_is_may_hold_one_block(make: type) -> None:
     assert MAX_NODES == 4096
 
 
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda keys: np.frombuffer(keys.tobytes(), np.uint64),
+        lambda keys: np.frombuffer(b"1" + keys.tobytes(), np.uint64, offset=1),
+        lambda keys: np.repeat(keys, 2)[::2],
+        lambda keys: keys.astype(np.int64),
+        lambda keys: keys.astype(">u8"),
+    ],
+    ids=["read-only", "unaligned", "strided", "signed", "big-endian"],
+)
+def test_kernels_get_the_words_of_any_array(form: Callable[[np.ndarray], np.ndarray]) -> None:
+    keys = random_keys(np.random.default_rng(5), 3000)
+    index = MemoryIndex(10_000)
+    assert index.apply_stored(Holder(0), Tier.DRAM, form(keys)).changed == 3000
+    index.check_integrity()
+    assert index.query(form(keys)).hit_blocks == [3000]
+    assert np.array_equal(index.rows(Holder(0), Tier.DRAM), keys)
+    assert index.apply_removed(Holder(0), Tier.DRAM, form(keys)).changed == 3000
+    index.check_integrity()
+
+
 def test_full_index_refuses_ends_of_chains_and_never_their_heads() -> None:
     index = MemoryIndex(1024)
     chain = np.arange(1, 2001, dtype=np.uint64)
