@@ -1,7 +1,7 @@
-"""Where each policy's choices lead on request traces: hits, balance, seconds to the first token.
+"""The short form of `emberkv trace simulate`, with our targets: hits, balance, first tokens.
 
-Simulated (see _routing): eight nodes, 3 million tokens in each store, engines 1.15 times as quick
-as a cache without bounds would need. The reference of hit rates is that cache.
+Eight nodes, 3 million tokens in each store, with a pool and without; docs/simulation.md says how it
+is simulated. The reference of hit rates is one cache without bounds.
 """
 
 from __future__ import annotations
@@ -10,60 +10,50 @@ import argparse
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import get_args
 
 from benchmarks._figure import Figure
-from benchmarks._routing import (
-    Cluster,
-    Outcome,
-    Simulation,
+from benchmarks._traces import SHARED, Trace, conversations
+from router.simulation.comparison import POLICIES, Setting, at_load, simulate
+from router.simulation.workload import (
+    BLOCK_TOKENS,
+    Workload,
+    arrival,
     best_hit_rate,
-    offered_tokens_per_second,
+    read_workload,
 )
-from benchmarks._traces import Trace, conversations, read_trace, traces_beside_checkout
-from router.candidates import Preferences, make_policy
-from router.config import PolicyName, RouterSection
-from router.scoring import Speeds
 
-NODES = 8
-BLOCKS_PER_NODE = 3_000_000 // 512
-HEADROOM = 1.15
 QUICK_REQUESTS = 4000
+OUTPUT_TOKENS = 250
+"""Of generated conversations."""
 
 
-def outcome(trace: Trace, name: str, best: float, *, is_pooled: bool) -> Outcome:
-    """With the router's own default settings, but for the prefill speed."""
-    cfg = RouterSection()
-    needed = offered_tokens_per_second(trace.requests) * (1 - best)
-    speeds = Speeds(
-        HEADROOM * needed / NODES,
-        cfg.dram_tokens_per_second,
-        cfg.ssd_tokens_per_second,
-        cfg.peer_tokens_per_second,
-        cfg.peer_setup_seconds,
-        cfg.decode_request_seconds,
+def workload_of(trace: Trace) -> Workload:
+    """A generated trace, whose prompts are whole blocks."""
+    return Workload(
+        trace.name,
+        [
+            arrival(
+                request.seconds, request.chain, len(request.chain) * BLOCK_TOKENS, OUTPUT_TOKENS
+            )
+            for request in trace.requests
+        ],
     )
-    preferences = Preferences(
-        cfg.near_best_fraction, cfg.least_loaded_candidates, cfg.tie_seconds, cfg.tie_fraction
-    )
-    cluster = Cluster(NODES, BLOCKS_PER_NODE, is_pooled, speeds)
-    return Simulation(cluster, make_policy(name, preferences)).run(trace.requests)
 
 
-def measure(traces: Sequence[Trace]) -> Iterator[Figure]:
-    for trace in traces:
-        best = best_hit_rate(trace.requests)
+def measure(workloads: Sequence[Workload]) -> Iterator[Figure]:
+    for workload in workloads:
+        best = best_hit_rate(workload.arrivals)
         for is_pooled in (False, True):
-            found = {
-                name: outcome(trace, name, best, is_pooled=is_pooled)
-                for name in get_args(PolicyName)
-            }
+            setting = Setting(is_pooled=is_pooled)
+            offered = at_load(workload, setting)
+            found = {name: simulate(offered, setting, name) for name in POLICIES}
             kind = "pooled" if is_pooled else "alone"
             others = [item.p90_seconds for name, item in found.items() if name != "cost"]
             for name, item in found.items():
                 is_judged = name == "cost" and is_pooled
-                at = f"{trace.name}_{kind}_{name}"
+                at = f"{workload.name}_{kind}_{name}"
                 yield Figure(
                     f"hit_rate_{at}",
                     round(100 * item.hit_rate, 2),
@@ -93,20 +83,32 @@ def measure(traces: Sequence[Trace]) -> Iterator[Figure]:
                 )
 
 
+def _beside_checkout() -> list[Workload]:
+    """Mooncake's traces, where somebody has put them into ../shared/traces."""
+    found = []
+    for name in ("conversation", "synthetic"):
+        path = SHARED / f"mooncake_fast25_{name}_trace.jsonl"
+        if path.exists():
+            found.append(replace(read_workload(path), name=name))
+    return found
+
+
 def run() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.routing")
     parser.add_argument("--quick", action="store_true", help="the first requests of each trace")
     parser.add_argument("--trace", type=Path, action="append", help="a trace in Mooncake's format")
     arguments = parser.parse_args()
     if arguments.trace:
-        traces = [read_trace(path) for path in arguments.trace]
+        workloads = [read_workload(path) for path in arguments.trace]
     else:
-        traces = traces_beside_checkout() or [conversations()]
+        workloads = _beside_checkout() or [workload_of(conversations())]
     if arguments.quick:
-        traces = [Trace(trace.name, trace.requests[:QUICK_REQUESTS]) for trace in traces]
+        workloads = [
+            replace(workload, arrivals=workload.arrivals[:QUICK_REQUESTS]) for workload in workloads
+        ]
     began = time.monotonic()
     missed = False
-    for figure in measure(traces):
+    for figure in measure(workloads):
         print(figure.to_json(), flush=True)
         missed |= not figure.is_ok
     print(f"{time.monotonic() - began:.0f} s", file=sys.stderr)

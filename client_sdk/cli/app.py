@@ -18,6 +18,7 @@ from client_sdk.cli.operator_app import TokenOption
 from client_sdk.cli.operator_app import add_commands as add_operator_commands
 from client_sdk.cli.plan_app import add_commands as add_plan_commands
 from client_sdk.cli.router_key import router_key_app
+from client_sdk.cli.trace_app import trace_app
 from emberkv_proto import __version__
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ add_operator_commands(app)
 app.add_typer(config_app, name="config", no_args_is_help=True)
 doctor_app = typer.Typer()
 app.add_typer(router_key_app, name="router-key", no_args_is_help=True)
+app.add_typer(trace_app, name="trace", no_args_is_help=True)
 app.add_typer(doctor_app, name="doctor", invoke_without_command=True)
 add_plan_commands(app, doctor_app)
 

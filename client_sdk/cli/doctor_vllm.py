@@ -39,11 +39,7 @@ EVENTS_DEFAULTS = {
     "replay_endpoint": None,
 }
 """vLLM's own."""
-UNCACHED = (
-    "pipeline-parallel-size",
-    "decode-context-parallel-size",
-    "prefill-context-parallel-size",
-)
+UNCACHED = ("decode-context-parallel-size", "prefill-context-parallel-size")
 
 
 def examine_vllm(command: Sequence[str]) -> list[Finding]:
@@ -178,4 +174,4 @@ def _check_split(flags: dict[str, str]) -> Iterator[Finding]:
     for name in UNCACHED:
         if flags.get(name, "1") != "1":
             seen = f"{flags[name]}: such an engine runs without the store"
-            yield Finding(name, Verdict.WARN, seen, "use tensor parallelism alone")
+            yield Finding(name, Verdict.WARN, seen, "use tensor or pipeline parallelism")
