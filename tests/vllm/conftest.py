@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 
-from benchmarks._vllm import make_model
+from benchmarks._vllm import make_model, version
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what is marked `since_vllm(major, minor, reason)` under an older vLLM."""
+    for mark in item.iter_markers("since_vllm"):
+        major, minor, reason = mark.args
+        if version() < (major, minor):
+            pytest.skip(reason)
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,10 @@ from emberkv_proto.layout import Group, GroupKind, Namespace
 from emberkv_proto.types import BlockHash
 from tests.helpers.daemon_process import MIB, DaemonProcess
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [
+    pytest.mark.timeout(900),
+    pytest.mark.since_vllm(0, 30, "before 0.30 vLLM cannot be told of a load that failed by group"),
+]
 WINDOW_TOKENS = 80  # of client_sdk.engine.tiny_gemma, the token itself among them
 WINDOW = Group(GroupKind.SLIDING_WINDOW, 2, 1, WINDOW_TOKENS - 1)
 WINDOW_PART, FULL_PART = 0, 2
@@ -237,11 +240,18 @@ def test_what_no_hit_needs_may_be_lost(
         def held(prompt: dict[str, Any]) -> int:
             return client.probe(hashes[: full_tokens(prompt) // PAGE_TOKENS]).hit_blocks
 
-        engine.generate([long])
+        for _ in range(5):  # a save that a busy machine lost is a miss, and saved by the next one
+            engine.generate([long])
+            engine.forget()
+            if held(long) == full_tokens(long) // PAGE_TOKENS:
+                break
         for seed in range(20):  # fill the pool; whole hits of `long` keep what they need
             engine.forget()
+            kept = held(long)
             (row,) = engine.generate([long])
-            assert (row["tokens"], row["cached"]) == (right[0], full_tokens(long))
+            assert (row["tokens"], row["cached"]) == (right[0], full_tokens(long)), (
+                f"{kept} blocks held in round {seed}: {engine.counters()}"
+            )
             if held(short) < full_tokens(short) // PAGE_TOKENS:
                 break
             engine.generate(random_prompts(600, seed=100 + seed))

@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks._vllm import ROOT, START_SECONDS, environment, python
+from benchmarks._vllm import ROOT, START_SECONDS, environment, python, version
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [
+    pytest.mark.timeout(900),
+    pytest.mark.since_vllm(0, 30, "before 0.30 the connector is off for several groups of layers"),
+]
 SEEDS = 6
 
 
@@ -28,7 +31,7 @@ def test_layers_of_all_kinds_read_their_own_tokens_whatever_loads_saves_and_loss
     )
     assert done.returncode == 0, done.stderr[-6000:]
     counts = json.loads(done.stdout.splitlines()[-1])
-    assert len(counts) == 5
+    assert len(counts) == (10 if version() >= (0, 32) else 5)
     for site, seen in counts.items():
         assert seen["loads"] > seen["failed loads"] > 0, f"{site}: no proof"
         assert seen["saved blocks"] > 0

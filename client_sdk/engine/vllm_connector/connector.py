@@ -17,9 +17,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from client_sdk.engine.vllm_connector.device import device_of
 from client_sdk.engine.vllm_connector.identity import PageShape, page_shape
 from client_sdk.engine.vllm_connector.kv_events import event_endpoints
-from client_sdk.engine.vllm_connector.pages import EnginePages
+from client_sdk.engine.vllm_connector.layout import wanted_layout
+from client_sdk.engine.vllm_connector.pages import EnginePages, LayerCache
 from client_sdk.engine.vllm_connector.plan import StepPlan, StepReport
 from client_sdk.engine.vllm_connector.scheduling import SchedulerHalf
 from client_sdk.engine.vllm_connector.settings import ConnectorSettings
@@ -41,6 +43,9 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 log = logging.getLogger("vllm.emberkv")
+IDLE_SECONDS = 0.005
+"""How long a step without tokens may wait for a load or save to end, and a request that comes then
+for its first step."""
 R = TypeVar("R")
 
 
@@ -90,16 +95,16 @@ class EmberConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._ended = Ended()
         self._shape: PageShape | None = None
         try:
-            self._shape = page_shape(vllm_config, kv_cache_config, extra)
+            stage = 0 if role is KVConnectorRole.SCHEDULER else _pipeline_stage()
+            self._shape = page_shape(vllm_config, kv_cache_config, extra, stage)
         except EmberError as error:
-            log.warning("EmberKV is off for this engine: %s", error)
+            log.error("EmberKV is off for this engine: %s", error)
             return
-        if self._shape.is_hybrid and not self._settings.load_async:
-            # Only of a load between steps can vLLM be told that a request's pages are not filled.
-            log.warning("EmberKV: load_async is true for models with several groups or windows")
+        if self._shape.loads_between_steps and not self._settings.load_async:
+            log.warning("EmberKV: load_async is true for hybrid models and for pipelines")
             self._settings = replace(self._settings, load_async=True)
         if role is KVConnectorRole.SCHEDULER:
-            ranks = int(vllm_config.parallel_config.tensor_parallel_size)
+            ranks = self._shape.namespace.shards
             client = self._client(
                 self._shape,
                 0,
@@ -112,6 +117,21 @@ class EmberConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 client.connect()  # announces the engine; heartbeats keep trying
             except EmberError as error:
                 log.warning("EmberKV: the engine starts without its store: %s", error)
+
+    # ---- what vLLM asks of the class, before there is an engine ----
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        try:
+            return wanted_layout(vllm_config)
+        except Exception:  # a wish is not worth an engine
+            log.exception("EmberKV: vLLM's own cache layout is taken")
+            return None
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Whether layers wait for their loads, which a graph of the whole step would leave out."""
+        return not extra_config.get("load_async", True)
 
     # ---- scheduler ----
 
@@ -130,7 +150,9 @@ class EmberConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @_guarded(lambda: None)
     def on_new_request(self, request: Request) -> None:
-        if self._scheduler is not None:
+        if self._scheduler is None:
+            self._stats.count("uncacheable_requests")
+        else:
             self._scheduler.enqueued(request)
 
     @_guarded(_no_tokens)
@@ -206,18 +228,20 @@ class EmberConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     # ---- worker ----
 
-    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+    def register_kv_caches(self, kv_caches: dict[str, LayerCache]) -> None:
         if self._shape is None:
             return
         shape, settings = self._shape, self._settings
         try:
             pages = [EnginePages(kv_caches, group, shape.num_pages) for group in shape.groups]
+            device = device_of(pages[0].sample)
         except EmberError as error:
             # The scheduler's half looks blocks up all the same; each load then fails and is
             # computed again. Better slow than wrong.
             log.error("EmberKV cannot use this engine's cache: %s", error)
             return
-        rank = _tensor_parallel_rank()
+        rank = _pipeline_stage() * (shape.namespace.shards // shape.stages)
+        rank += _tensor_parallel_rank()
         # Their threads may wait, unlike the scheduler: as long as a load may take.
         links = [
             GroupLink(
@@ -234,7 +258,7 @@ class EmberConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             )
             for number, group in enumerate(pages)
         ]
-        self._worker = WorkerHalf(links, settings.load_seconds, settings.verify)
+        self._worker = WorkerHalf(links, device, settings.load_seconds, settings.verify)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         # Not guarded: were it to fail, pages could be saved that others write.
@@ -275,7 +299,9 @@ class EmberConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         ended = self._ended
         if self._worker is not None:
-            ended = self._ended = self._worker.take()
+            # An engine without work asks hundreds of times a second, and takes the cores for it
+            # from what it asks for.
+            ended = self._ended = self._worker.take(0.0 if self._plan().computes else IDLE_SECONDS)
         else:
             ended.sent = set(self._plan().finished)
         received = ended.received if self._settings.load_async else set()
@@ -374,6 +400,12 @@ class EmberConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             replay_endpoint=endpoints.replay,
             engine_block_tokens=shape.told_group.page_tokens,
         )
+
+
+def _pipeline_stage() -> int:
+    from vllm.distributed.parallel_state import get_pp_group
+
+    return int(get_pp_group().rank_in_group)
 
 
 def _tensor_parallel_rank() -> int:

@@ -1,8 +1,8 @@
 """Pages that must not be given to others while their blocks are saved.
 
-A request keeps the pages that its layers still read. Those that a window leaves behind are free at
-once, in the middle of the request, while a save may be reading them: vLLM's count of a page's users
-keeps them, one more of which we are.
+A request keeps the pages that its layers still read. Those that a window or a state leaves behind
+are free at once, in the middle of the request, while a save may be reading them: vLLM's count of a
+page's users keeps them, one more of which we are.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ backend's layout (on a CPU its instruction set too), block size, ranks and the e
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ KINDS = {
     "MLAAttentionSpec": GroupKind.MLA,
     "SlidingWindowSpec": GroupKind.SLIDING_WINDOW,
     "ChunkedLocalAttentionSpec": GroupKind.CHUNKED_LOCAL,
+    "MambaSpec": GroupKind.MAMBA,
 }
 """vLLM's cache specs that are cached."""
 NULL_PAGE = 0
@@ -41,6 +43,12 @@ class PageGroup:
     page_bytes: int
     """Of one layer."""
     pages_per_block: int
+    """1 for a state: of a block's pages the last one, as it is after the block's last token."""
+
+    @property
+    def is_state(self) -> bool:
+        """Whether its pages hold no tokens but what all tokens before a page's end left behind."""
+        return self.stored.kind is GroupKind.MAMBA
 
     @property
     def needs_all(self) -> bool:
@@ -60,6 +68,9 @@ class PageShape:
     groups: tuple[PageGroup, ...]
     num_pages: int
     """In the engine's own cache; the groups share them."""
+    stages: int = 1
+    """Of a pipeline, each with layers of its own; the first `shards / stages` parts of a group are
+    those of the first stage."""
 
     @property
     def block_tokens(self) -> int:
@@ -72,6 +83,15 @@ class PageShape:
         Elsewhere there is one group, and each shorter hit is a hit as well.
         """
         return len(self.groups) > 1 or not self.groups[0].needs_all
+
+    @property
+    def loads_between_steps(self) -> bool:
+        """Whether a step cannot wait for its loads.
+
+        Only of others can vLLM be told that a hybrid request's pages are not filled, and steps of a
+        pipeline are planned before those they follow have run.
+        """
+        return self.is_hybrid or self.stages > 1
 
     @property
     def told_group(self) -> PageGroup:
@@ -93,18 +113,24 @@ class PageShape:
         return math.lcm(size, *chunks) // size
 
 
-def page_shape(config: VllmConfig, cache: KVCacheConfig, extra: dict[str, Any]) -> PageShape:
+def page_shape(
+    config: VllmConfig, cache: KVCacheConfig, extra: dict[str, Any], stage: int = 0
+) -> PageShape:
     """The engine's pages and their namespace.
 
     Args:
+        cache: of one stage of the engine's pipeline; the scheduler knows the first one's.
         extra: `kv_connector_extra_config`; `weights_id` and `block_tokens` are read here.
+        stage: whose layers `cache` has.
 
     Raises:
-        UnsupportedEngineError: layers with a state, pipeline or context parallelism, no known
-            weights, a block size that does not fit.
+        UnsupportedEngineError: layers of an unknown kind, states that the engine keeps for no
+            block, context parallelism, a pipeline of several groups, no known weights, a block size
+            that does not fit.
     """
     parallel = config.parallel_config
-    _refuse_split(parallel)
+    _refuse_split_tokens(parallel)
+    stages = _layers_of_stages(config, cache, stage)
     specs = [group.kv_cache_spec for group in cache.kv_cache_groups]
     if len(specs) > 1 and any(group.is_eagle_group for group in cache.kv_cache_groups):
         raise UnsupportedEngineError("draft layers beside other groups are not cached yet")
@@ -115,18 +141,18 @@ def page_shape(config: VllmConfig, cache: KVCacheConfig, extra: dict[str, Any]) 
             f"block_tokens {block_tokens} must be a multiple of the engine's block size"
             f" {page_tokens}"
         )
-    groups = tuple(page_group(group, block_tokens) for group in cache.kv_cache_groups)
+    groups = tuple(page_group(group, block_tokens, stages) for group in cache.kv_cache_groups)
     namespace = Namespace(
         model=str(config.model_config.model),
         weights_id=str(extra.get("weights_id") or weights_id(config.model_config)),
-        kv_dtype="+".join(sorted({str(spec.dtype).removeprefix("torch.") for spec in specs})),
-        layout_fingerprint=_fingerprint(config, cache),
+        kv_dtype="+".join(sorted({name for spec in specs for name in _dtype_names(spec)})),
+        layout_fingerprint=_fingerprint(config, cache, stages),
         block_tokens=block_tokens,
         groups=tuple(group.stored for group in groups),
-        shards=int(parallel.tensor_parallel_size),
+        shards=int(parallel.tensor_parallel_size) * max(len(stages), 1),
         engine_family="vllm",
     )
-    shape = PageShape(namespace, groups, int(cache.num_blocks))
+    shape = PageShape(namespace, groups, int(cache.num_blocks), max(len(stages), 1))
     if shape.is_hybrid:
         _refuse_old_engine()
     return shape
@@ -143,14 +169,20 @@ def _refuse_old_engine() -> None:
         )
 
 
-def page_group(group: Any, block_tokens: int) -> PageGroup:
-    """One of vLLM's groups, as it is stored. Raises UnsupportedEngineError, see `page_shape`."""
+def page_group(group: Any, block_tokens: int, stages: Sequence[int] = ()) -> PageGroup:
+    """One of vLLM's groups, as it is stored. Raises UnsupportedEngineError, see `page_shape`.
+
+    Parts of all stages are as large as that of the stage with the most layers.
+    """
     spec = group.kv_cache_spec
     kind = KINDS.get(type(spec).__name__)
     if kind is None:
         raise UnsupportedEngineError(f"layers of {type(spec).__name__} are not cached yet")
     page_tokens, page_bytes = int(spec.block_size), _page_bytes(spec)
-    pages, layers = block_tokens // page_tokens, len(group.layer_names)
+    if kind is GroupKind.MAMBA:
+        _refuse_states(spec)
+    pages = 1 if kind is GroupKind.MAMBA else block_tokens // page_tokens
+    layers = max(stages, default=len(group.layer_names))
     window = _window_tokens(kind, spec)
     crosses_chunks = kind is GroupKind.CHUNKED_LOCAL and window % block_tokens
     if window and pages > 1 and (window < block_tokens or crosses_chunks):
@@ -160,6 +192,24 @@ def page_group(group: Any, block_tokens: int) -> PageGroup:
         )
     stored = Group(kind, layers, pages * layers * page_bytes, window)
     return PageGroup(stored, tuple(group.layer_names), page_tokens, page_bytes, pages)
+
+
+def _refuse_states(spec: Any) -> None:
+    """A state is stored where the engine tells of it: at the end of a block, in a page of its own.
+
+    Raises UnsupportedEngineError where it keeps a running state only, which is at no such end.
+    """
+    from vllm.v1.core.sched import output
+
+    if not hasattr(output, "KVConnectorBlockState"):
+        raise UnsupportedEngineError("models with state layers need vLLM 0.32 or later")
+    if spec.mamba_cache_mode != "align":
+        raise UnsupportedEngineError(
+            f"mamba_cache_mode is {spec.mamba_cache_mode!r}: the engine keeps the states of its"
+            " layers for no block; start it with --enable-prefix-caching"
+        )
+    if spec.num_speculative_blocks:
+        raise UnsupportedEngineError("speculation beside state layers is not cached yet")
 
 
 def _window_tokens(kind: GroupKind, spec: Any) -> int:
@@ -173,7 +223,15 @@ def _window_tokens(kind: GroupKind, spec: Any) -> int:
 
 def _page_bytes(spec: Any) -> int:
     """Of one layer, without what pads it to the pages of other groups."""
+    if KINDS.get(type(spec).__name__) is GroupKind.MAMBA:
+        return int(spec.state_content_size_bytes)
     return int(getattr(spec, "unpadded_page_size_bytes", spec.page_size_bytes))
+
+
+def _dtype_names(spec: Any) -> list[str]:
+    """Of what is in a page, in its order; a state has several tensors."""
+    dtypes = spec.dtypes if hasattr(spec, "dtypes") else [spec.dtype]
+    return [str(dtype).removeprefix("torch.") for dtype in dtypes]
 
 
 def weights_id(model: Any) -> str:
@@ -181,29 +239,56 @@ def weights_id(model: Any) -> str:
     return weights_id_of(str(model.model), str(model.revision or ""), "kv_connector_extra_config")
 
 
-def _refuse_split(parallel: Any) -> None:
-    for name in (
-        "pipeline_parallel_size",
-        "decode_context_parallel_size",
-        "prefill_context_parallel_size",
-    ):
+def _refuse_split_tokens(parallel: Any) -> None:
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         size = getattr(parallel, name, 1)
         if size != 1:
-            raise UnsupportedEngineError(f"{name} {size} is not cached yet, only 1")
+            raise UnsupportedEngineError(
+                f"{name} is {size}: ranks that share a request's tokens are not cached yet; start"
+                f" vLLM without --{name.replace('_', '-')} to use the store"
+            )
 
 
-def _fingerprint(config: VllmConfig, cache: KVCacheConfig) -> str:
-    prints = [_layout(config, cache, group).fingerprint for group in cache.kv_cache_groups]
+def _layers_of_stages(config: VllmConfig, cache: KVCacheConfig, stage: int) -> tuple[int, ...]:
+    """How many layers each stage of a pipeline has; nothing where there is one.
+
+    Every rank and the scheduler have to come to the same numbers, or they would not share a
+    namespace.
+    """
+    size = int(config.parallel_config.pipeline_parallel_size)
+    if size == 1:
+        return ()
+    from vllm.distributed.utils import get_pp_indices
+
+    groups = [len(group.layer_names) for group in cache.kv_cache_groups]
+    total = int(config.model_config.get_total_num_hidden_layers())
+    spans = [get_pp_indices(total, number, size) for number in range(size)]
+    layers = tuple(end - begin for begin, end in spans)
+    if groups != [layers[stage]]:
+        raise UnsupportedEngineError(
+            f"pipeline_parallel_size is {size} and stage {stage} has groups of {groups} layers:"
+            " only pipelines of one kind of layers are cached yet; split the model with"
+            " --tensor-parallel-size to use the store"
+        )
+    return layers
+
+
+def _fingerprint(config: VllmConfig, cache: KVCacheConfig, stages: Sequence[int]) -> str:
+    layouts = [_layout(config, cache, group, stages) for group in cache.kv_cache_groups]
+    prints = [layout.fingerprint for layout in layouts]
     if len(prints) == 1:
         return prints[0]
     return blake3.blake3(canonical_json(prints)).hexdigest()[:32]
 
 
-def _layout(config: VllmConfig, cache: KVCacheConfig, group: Any) -> KvLayout:
+def _layout(
+    config: VllmConfig, cache: KVCacheConfig, group: Any, stages: Sequence[int]
+) -> KvLayout:
     import vllm
     from vllm.platforms import current_platform
 
     spec = group.kv_cache_spec
+    is_state = KINDS[type(spec).__name__] is GroupKind.MAMBA
     details = {
         "engine": "vllm " + ".".join(str(vllm.__version__).split(".")[:2]),
         "spec": type(spec).__name__,
@@ -218,19 +303,42 @@ def _layout(config: VllmConfig, cache: KVCacheConfig, group: Any) -> KvLayout:
             details[name] = str(getattr(spec, name))
     if len(cache.kv_cache_groups) > 1:
         details["layer_names"] = ",".join(group.layer_names)
+    if stages:
+        details["pipeline"] = "+".join(map(str, stages))
+    if is_state:
+        details |= _state_details(spec)
     if current_platform.is_cpu():
-        details["isa"] = _cpu_isa(config, spec)
+        details["isa"] = _cpu_features() if is_state else _cpu_isa(config, spec)
     else:
         details["device_name"] = str(current_platform.get_device_name())
         details["backend"] = str(getattr(config.attention_config, "backend", None))
     return KvLayout(
-        str(spec.dtype).removeprefix("torch."),
-        len(group.layer_names),
-        int(spec.num_kv_heads),
-        int(spec.head_size),
+        "+".join(_dtype_names(spec)),
+        max(stages, default=len(group.layer_names)),
+        0 if is_state else int(spec.num_kv_heads),
+        0 if is_state else int(spec.head_size),
         "layer.page.backend",
         details,
     )
+
+
+def _state_details(spec: Any) -> dict[str, str]:
+    """What a page of states is made of."""
+    from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
+
+    return {
+        "shapes": str([list(shape) for shape in spec.shapes]),
+        "mamba_type": str(getattr(spec.mamba_type, "name", spec.mamba_type)),
+        "conv_state_layout": str(get_conv_state_layout()),
+        "tp_replicated": str(getattr(spec, "tp_replicated", False)),
+    }
+
+
+def _cpu_features() -> str:
+    """What vLLM chooses its kernels for states by; they may order a state for themselves."""
+    import torch
+
+    return f"{torch.backends.cpu.get_cpu_capability()} amx={torch.cpu._is_amx_tile_supported()}"
 
 
 def _cpu_isa(config: VllmConfig, spec: Any) -> str:

@@ -55,6 +55,8 @@ class StepPlan(KVConnectorMetadata):  # type: ignore[misc]
     """Their pages are about to be overwritten."""
     finished: set[str] = field(default_factory=set)
     """Requests whose pages are kept until their saves are over."""
+    computes: bool = True
+    """Whether it has tokens to compute. Else the engine only asks what has ended, over and over."""
 
 
 @dataclass(slots=True)

@@ -204,6 +204,10 @@ class SchedulerHalf:
     def allocated(self, request: Request, blocks: KVCacheBlocks, tokens: int) -> None:
         """Plan the load of `tokens` into the request's fresh pages."""
         if tokens <= 0:
+            # What was found is not wanted: the engine itself has as much.
+            unused = self._known.get(request.request_id)
+            if unused is not None:
+                unused.release()
             return
         known = self._known[request.request_id]
         size = self._shape.block_tokens
@@ -233,7 +237,11 @@ class SchedulerHalf:
 
     def step(self, output: SchedulerOutput) -> StepPlan:
         """The plan of one engine step."""
-        plan = StepPlan(loads=self._loads, finished=self._finished)
+        plan = StepPlan(
+            loads=self._loads,
+            finished=self._finished,
+            computes=output.total_num_scheduled_tokens > 0,
+        )
         for known in self._loading:
             known.release()
         self._loading = []
@@ -264,6 +272,7 @@ class SchedulerHalf:
                 for pages, more in zip(running.pages, added, strict=True):
                     pages += more
             self._save(plan, running, cached.num_computed_tokens[number], output)
+        self._save_states(plan, output)
         return plan
 
     def reported(self, report: StepReport) -> None:
@@ -397,9 +406,15 @@ class SchedulerHalf:
     def _group_load(
         self, chain: RequestChain, number: int, table: Sequence[int], first: int, last: int
     ) -> GroupLoad:
-        """A group's pages among the tokens `first` to `last`: a window has the last of them."""
+        """A group's pages among the tokens `first` to `last`: a window has the last of them.
+
+        A state is one page, at the end of the last block.
+        """
         group = self._shape.groups[number]
         begin, end = first // group.page_tokens, last // group.page_tokens
+        if group.is_state:
+            block = last // self._shape.block_tokens
+            return GroupLoad(number, tuple(chain.hashes[block - 1 : block]), 0, (table[end - 1],))
         while begin < end and table[begin] == NULL_PAGE:
             begin += 1
         step = self._shape.lookup_step
@@ -424,19 +439,46 @@ class SchedulerHalf:
             return
         hashes = known.chain.grow(tokens)
         for number, group in enumerate(self._shape.groups):
-            pages = known.pages[number]
+            if group.is_state:
+                continue  # see `_save_states`
+            pages, each = known.pages[number], group.pages_per_block
             begin = max(first, _first_whole(group, pages, computed))
-            end = min(full, len(pages) // group.pages_per_block)
+            end = min(full, len(pages) // each)
             if begin < end:
-                self._plan_save(plan, known, number, begin, hashes[:end])
+                kept = tuple(pages[begin * each : end * each])
+                self._plan_save(plan, known, number, begin, hashes[:end], kept)
         known.saved_blocks = full
 
+    def _save_states(self, plan: StepPlan, output: SchedulerOutput) -> None:
+        """Plan to keep the states that the engine tells of; they are final once this step has run.
+
+        It tells of each one once, with its page: a request's table of such pages has gaps, and its
+        last page is written on and on.
+        """
+        if not any(group.is_state for group in self._shape.groups):
+            return
+        told = output.kv_connector_block_state.boundary_state_offloads
+        for request_id, states in told.items():
+            known = self._known.get(request_id)
+            if known is None:
+                continue
+            hashes = known.chain.grow(_tokens(known.request))
+            for number, page, tokens in states:
+                block, rest = divmod(tokens, self._shape.block_tokens)
+                if 0 < block <= len(hashes) and not rest and page != NULL_PAGE:
+                    self._plan_save(plan, known, number, block - 1, hashes[:block], (page,))
+
     def _plan_save(
-        self, plan: StepPlan, known: _Known, number: int, begin: int, hashes: Sequence[BlockHash]
+        self,
+        plan: StepPlan,
+        known: _Known,
+        number: int,
+        begin: int,
+        hashes: Sequence[BlockHash],
+        pages: tuple[int, ...],
     ) -> None:
+        """Keep the blocks from `begin` on to the end of `hashes`; `pages` are theirs."""
         group = self._shape.groups[number]
-        first, last = (block * group.pages_per_block for block in (begin, len(hashes)))
-        pages = tuple(known.pages[number][first:last])
         self._last_save += 1
         plan.saves.append(
             SavePlan(

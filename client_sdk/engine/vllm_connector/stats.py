@@ -21,11 +21,12 @@ COUNTERS = {
     "present_blocks": "Blocks that the store had already when they were to be saved.",
     "skipped_blocks": "Blocks that the store had no room for.",
     "lost_saves": "Saves that failed: the daemon was away or answered too late.",
-    "uncacheable_requests": "Requests that something beside their tokens shapes.",
+    "uncacheable_requests": "Requests that more than tokens shapes, or of an engine that is off.",
     "prefetched_requests": "Requests whose blocks were sent for while others were before them.",
     "handovers_out": "Prompts whose blocks another engine was told of.",
     "handovers_in": "Prompts that another engine had computed.",
     "late_handovers": "Of these, those whose blocks had not all come in time.",
+    "pin_failures": "Pools that the GPU's driver would not pin, or not give back.",
     "errors": "Calls of the engine that failed inside the connector.",
 }
 

@@ -10,16 +10,22 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from client_sdk.engine.vllm_connector.pages import EnginePages, Fence
+from client_sdk.attached_pool import AttachedPool
+from client_sdk.engine.vllm_connector.device import Device, Fence
+from client_sdk.engine.vllm_connector.pages import EnginePages
+from client_sdk.engine.vllm_connector.pieces import PIECE_BYTES, Piece, pieces
 from client_sdk.engine.vllm_connector.plan import GroupLoad, LoadPlan, SavePlan, StepReport
 from client_sdk.engine.vllm_connector.stats import EmberStats
-from client_sdk.sync_borrowed import Lease
+from client_sdk.pinning import PoolPinning
+from client_sdk.prefaulting import PoolPrefault
+from client_sdk.sync_borrowed import Lease, StagedWrite
 from client_sdk.sync_client import SyncClient
 from emberkv_proto.errors import ChecksumUnknownError, CorruptionError, EmberError
+from emberkv_proto.hashing import checksum
 from emberkv_proto.types import AcquirePolicy, StageState
 
 log = logging.getLogger("vllm.emberkv.transfer")
@@ -43,8 +49,20 @@ class _Load:
     plan: LoadPlan
     fence: Fence
     layers_done: dict[str, threading.Event]
+    """Of a load that a step waits for; of one between steps nobody asks."""
     missing_pages: set[int] = field(default_factory=set)
     """Once it has ended: pages of the plan that are not known to be filled."""
+
+
+@dataclass(frozen=True, slots=True)
+class _PartToLoad:
+    """Some of a plan's blocks."""
+
+    piece: Piece
+    skipped: int
+    """Pages at its begin that are not wanted."""
+    pages: slice
+    """Where those that are wanted are among the plan's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,36 +89,49 @@ class WorkerHalf:
 
     Args:
         links: of each group, in the namespace's order.
+        device: where all their pages are.
         load_seconds: how long a load may wait for blocks that are not in DRAM.
         verifies: compare what is loaded with its checksum.
     """
 
-    def __init__(self, links: Sequence[GroupLink], load_seconds: float, verifies: bool) -> None:
+    def __init__(
+        self, links: Sequence[GroupLink], device: Device, load_seconds: float, verifies: bool
+    ) -> None:
         self._links = links
+        self._device = device
+        self._load_queue, self._save_queue = device.queue(), device.queue()
+        self._pinning = PoolPinning(device.registry, lambda: self._count("pin_failures"))
+        self._prefault = PoolPrefault() if device.registry is None else None
+        """Where nothing pins the pool."""
         self._load_seconds = load_seconds
         self._verifies = verifies
         self._loads = ThreadPoolExecutor(1, "emberkv-load")
         self._saves = ThreadPoolExecutor(1, "emberkv-save")
         self._lock = threading.Lock()
+        self._has_ended = threading.Condition(self._lock)
+        """Told when a load ends, or the last save of a request."""
         self._ended = Ended()
         self._stats = EmberStats()
+        self._loading = 0
+        """Loads that have not ended."""
         self._awaited: list[_Load] = []
         """Loads that this step's forward pass waits for, layer by layer."""
         self._doubted_steps = 0
         self._saving: dict[str, list[_Save]] = {}
         self._leaving: set[str] = set()
         """Finished requests whose pages are kept for us."""
+        self._saves.submit(self._attach)
 
     # ---- the engine's thread ----
 
     def load(self, plans: Sequence[LoadPlan]) -> None:
         """Begin loads; each is reported by `take` once it ended."""
         for plan in plans:
-            self._begin(plan)
+            self._begin(plan, {})
 
     def load_for_this_step(self, plans: Sequence[LoadPlan]) -> None:
         """Begin loads that `wait_for_layer` waits for."""
-        self._awaited = [self._begin(plan) for plan in plans]
+        self._awaited = [self._begin(plan, self._layer_events(plan)) for plan in plans]
 
     def wait_for_layer(self, name: str) -> None:
         """Return once the layer is filled for this step, or is not going to be."""
@@ -124,11 +155,13 @@ class WorkerHalf:
 
         They must stay until the report says that the save ended.
         """
+        if not plans:
+            return
         if self._doubted_steps:
             with self._lock:
                 self._ended.report.saves_ended.update({plan.number: 1 for plan in plans})
             return
-        fence = self._fence()
+        fence = self._device.fence()
         for plan in plans:
             save = _Save(plan, fence)
             with self._lock:
@@ -148,14 +181,22 @@ class WorkerHalf:
             with save.lock:
                 save.is_cancelled = True
 
-    def take(self) -> Ended:
-        """What ended since the last call."""
+    def take(self, wait_seconds: float = 0.0) -> Ended:
+        """What ended since the last call; `wait_seconds` bounds a wait for the first of it."""
         with self._lock:
-            gone = {name for name in self._leaving if name not in self._saving}
+            if wait_seconds and (self._leaving or self._loading):
+                self._has_ended.wait_for(self._has_news, wait_seconds)
+            gone = self._gone()
             self._leaving -= gone
             ended, self._ended = self._ended, Ended()
             ended.sent = gone
             return ended
+
+    def _gone(self) -> set[str]:
+        return {name for name in self._leaving if name not in self._saving}
+
+    def _has_news(self) -> bool:
+        return bool(self._ended.received or self._gone())
 
     def take_stats(self) -> EmberStats:
         with self._lock:
@@ -169,25 +210,46 @@ class WorkerHalf:
         for link in self._links:
             link.loader.close()
             link.saver.close()
+        self._pinning.close()
+        if self._prefault is not None:
+            self._prefault.close()
 
     def check_integrity(self) -> None:
         with self._lock:
             assert all(self._saving.values()), "a request is kept for no save"
+            assert self._loading >= 0
+        self._pinning.check_integrity()
 
     # ---- our threads ----
 
-    def _begin(self, plan: LoadPlan) -> _Load:
-        events = {
+    def _layer_events(self, plan: LoadPlan) -> dict[str, threading.Event]:
+        return {
             name: threading.Event()
             for part in plan.groups
             for name in self._links[part.group].pages.group.layer_names
         }
-        load = _Load(plan, self._fence(), events)
+
+    def _begin(self, plan: LoadPlan, layers_done: dict[str, threading.Event]) -> _Load:
+        load = _Load(plan, self._device.fence(), layers_done)
+        with self._lock:
+            self._loading += 1
         self._loads.submit(self._load, load)
         return load
 
-    def _fence(self) -> Fence:
-        return self._links[0].pages.fence()
+    def _attach(self) -> None:
+        """Have the pool pinned or mapped from the start; with the daemon away, saves see to it."""
+        client = self._links[0].saver
+        try:
+            client.connect()
+            self._ready(client.pool)
+            with self._pinning.use(client.pool):
+                pass
+        except EmberError as error:
+            log.info("the pool is attached later: %s", error)
+
+    def _ready(self, pool: AttachedPool) -> None:
+        if self._prefault is not None:
+            self._prefault.begin(pool)
 
     def _count(self, name: str, by: int = 1) -> None:
         with self._lock:
@@ -214,6 +276,8 @@ class WorkerHalf:
                 self._ended.report.failed_loads.add(plan.request_id)
                 self._stats.count("failed_blocks", failed)
             self._stats.count("loaded_blocks", loaded)
+            self._loading -= 1
+            self._has_ended.notify_all()
         for done in load.layers_done.values():
             done.set()
 
@@ -231,28 +295,54 @@ class WorkerHalf:
     def _fill(self, part: GroupLoad, load: _Load, deadline: float) -> int:
         """Copy what can be had; count pages as filled once the daemon vouches for them."""
         link = self._links[part.group]
-        pages, names = link.pages, link.pages.group.layer_names
+        pages = link.pages
         with link.loader.acquire(
             part.hashes,
             policy=AcquirePolicy.TIMEOUT,
             deadline_seconds=max(deadline - time.monotonic(), 0.0),
         ) as lease:
-            first = part.skip_pages // pages.group.pages_per_block
+            size = pages.group.pages_per_block
+            first, skipped = divmod(part.skip_pages, size)
             blocks = range(first, self._readable(lease, first, deadline))
-            views = [lease.view(block) for block in blocks]
-            load.fence.wait()
-            for layer, name in enumerate(names):
-                for block, view in zip(blocks, views, strict=True):
-                    begin, wanted = self._block_pages(part, block)
-                    pages.load(layer, view, begin, wanted)
-                if name != names[-1]:
-                    pages.finish()
-                    load.layers_done[name].set()
-            pages.finish()
+            wanted = part.pages[: max(blocks.stop * size - part.skip_pages, 0)]
+            with self._pinning.use(lease.pool), self._load_queue.open():
+                parts = list(self._parts_to_load(lease, blocks, skipped, size))
+                load.fence.wait()
+                for layer, name in enumerate(pages.group.layer_names if load.layers_done else ()):
+                    for one in parts:
+                        pages.load_layer(
+                            self._load_queue, layer, wanted[one.pages], one.skipped, one.piece.slots
+                        )
+                    if name != pages.group.layer_names[-1]:
+                        self._load_queue.finish()
+                        load.layers_done[name].set()
+                if not load.layers_done:
+                    for one in parts:
+                        pages.load(
+                            self._load_queue, wanted[one.pages], one.skipped, one.piece.slots
+                        )
             # A daemon that died meanwhile may have come back and given the slots to others.
             link.loader.heartbeat()
             lease.require_valid()
-        return sum(len(self._block_pages(part, block)[1]) for block in blocks)
+        return len(wanted)
+
+    def _parts_to_load(
+        self, lease: Lease, blocks: range, skipped: int, size: int
+    ) -> Iterator[_PartToLoad]:
+        """Leased blocks of `size` pages, of the first of which some are skipped."""
+        offsets = [lease.offset(block) for block in blocks]
+        for piece in self._pieces(lease.pool, blocks, offsets, len(blocks)):
+            piece.fetch(lease.pool)
+            begin = (piece.blocks[0] - blocks.start) * size - skipped
+            end = (piece.blocks[-1] + 1 - blocks.start) * size - skipped
+            yield _PartToLoad(piece, max(-begin, 0), slice(max(begin, 0), end))
+
+    def _pieces(
+        self, pool: AttachedPool, blocks: Sequence[int], offsets: Sequence[int], most_blocks: int
+    ) -> Iterator[Piece]:
+        return pieces(
+            pool, blocks, offsets, lambda offset: self._pinning.is_split(pool, offset), most_blocks
+        )
 
     def _readable(self, lease: Lease, first: int, deadline: float) -> int:
         """Where the blocks from `first` on end that came by the deadline and are what was saved."""
@@ -273,13 +363,6 @@ class WorkerHalf:
             block += 1
         return block
 
-    def _block_pages(self, part: GroupLoad, block: int) -> tuple[int, Sequence[int]]:
-        """Which pages of a block are wanted: the number of the first, and where they go."""
-        size = self._links[part.group].pages.group.pages_per_block
-        begin = block * size - part.skip_pages
-        first = max(begin, 0)
-        return first - begin, part.pages[first : begin + size]
-
     def _save(self, save: _Save) -> None:
         plan = save.plan
         try:
@@ -297,24 +380,16 @@ class WorkerHalf:
                 saves.remove(save)
                 if not saves:
                     del self._saving[plan.request_id]
+                    self._has_ended.notify_all()
 
     def _keep(self, save: _Save) -> None:
         plan = save.plan
         link = self._links[plan.group]
-        size = link.pages.group.pages_per_block
         with link.saver.stage(plan.hashes, parent=plan.parent, salt_id=plan.salt_id) as staged:
             granted = staged.granted
             save.fence.wait()
-            for block in granted:
-                with save.lock:
-                    if save.is_cancelled:
-                        return
-                    link.pages.save(
-                        plan.pages[block * size : (block + 1) * size], staged.view(block)
-                    )
-                    link.pages.finish()
-            if granted:
-                staged.commit(granted)
+            if granted and not self._copy_out(save, link, staged, granted):
+                return
             states = staged.states
         with self._lock:
             for name, count in (
@@ -324,3 +399,29 @@ class WorkerHalf:
             ):
                 if count:
                     self._stats.count(name, count)
+
+    def _copy_out(
+        self, save: _Save, link: GroupLink, staged: StagedWrite, granted: Sequence[int]
+    ) -> bool:
+        """Save and publish granted blocks; False: the save was cancelled, nothing is published."""
+        size, pool, sums = link.pages.group.pages_per_block, staged.pool, []
+        self._ready(pool)
+        offsets = [staged.offset(block) for block in granted]
+        most_blocks = max(PIECE_BYTES // pool.part_bytes, 1)
+        with self._pinning.use(pool):
+            for piece in self._pieces(pool, granted, offsets, most_blocks):
+                pages = [
+                    page
+                    for block in piece.blocks
+                    for page in save.plan.pages[block * size : (block + 1) * size]
+                ]
+                with save.lock:
+                    if save.is_cancelled:
+                        return False
+                    staged.require_valid()  # too late, the slots may be others' by now
+                    with self._save_queue.open():
+                        link.pages.save(self._save_queue, pages, piece.slots)
+                piece.store(pool)
+                sums += [checksum(staged.view(block)) for block in piece.blocks]
+        staged.commit(granted, sums)
+        return True

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,6 +31,10 @@ class ChunkedLocalAttentionSpec(SimpleNamespace):
 
 
 class MambaSpec(SimpleNamespace):
+    pass
+
+
+class SinkSpec(SimpleNamespace):
     pass
 
 
@@ -88,9 +94,70 @@ def test_blocks_of_several_pages_fit_into_the_window() -> None:
             page_group(made, 2 * PAGE)
 
 
-def test_layers_with_a_state_are_refused_by_name() -> None:
-    with pytest.raises(UnsupportedEngineError, match="layers of MambaSpec are not cached"):
-        page_group(group(MambaSpec), PAGE)
+@pytest.fixture
+def tells_of_states(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+    """A vLLM whose scheduler tells of states at the ends of blocks, or an older one."""
+
+    def be(told: bool) -> None:
+        scheduler = ModuleType("vllm.v1.core.sched")
+        known = {"KVConnectorBlockState": object} if told else {}
+        scheduler.output = SimpleNamespace(**known)  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, scheduler.__name__, scheduler)
+
+    return be
+
+
+def states(**fields: Any) -> Any:
+    kept = {
+        "mamba_cache_mode": "align",
+        "num_speculative_blocks": 0,
+        "state_content_size_bytes": 700,
+    }
+    return group(MambaSpec, **{**kept, **fields})
+
+
+def test_a_state_is_one_page_of_a_block_whatever_the_block_s_length(
+    tells_of_states: Callable[[bool], None],
+) -> None:
+    tells_of_states(True)
+    made = page_group(states(), 4 * PAGE)
+    assert (made.stored.kind, made.is_state, made.needs_all) == (GroupKind.MAMBA, True, False)
+    assert (made.pages_per_block, made.page_tokens, made.stored.part_bytes) == (1, PAGE, 1400)
+    assert not page_group(group(FullAttentionSpec), PAGE).is_state
+
+
+@pytest.mark.parametrize(
+    ("fields", "fix"),
+    [
+        ({"mamba_cache_mode": "none"}, "start it with --enable-prefix-caching"),
+        ({"num_speculative_blocks": 1}, "speculation beside state layers"),
+    ],
+)
+def test_states_that_are_kept_for_no_block_are_refused_with_the_fix(
+    tells_of_states: Callable[[bool], None], fields: dict[str, Any], fix: str
+) -> None:
+    tells_of_states(True)
+    with pytest.raises(UnsupportedEngineError, match=fix):
+        page_group(states(**fields), PAGE)
+
+
+def test_states_of_an_engine_that_does_not_tell_of_them_are_refused(
+    tells_of_states: Callable[[bool], None],
+) -> None:
+    tells_of_states(False)
+    with pytest.raises(UnsupportedEngineError, match=r"need vLLM 0\.32 or later"):
+        page_group(states(), PAGE)
+
+
+def test_layers_of_an_unknown_kind_are_refused_by_name() -> None:
+    with pytest.raises(UnsupportedEngineError, match="layers of SinkSpec are not cached"):
+        page_group(group(SinkSpec), PAGE)
+
+
+def test_parts_of_all_stages_are_as_large_as_the_largest() -> None:
+    made = page_group(group(FullAttentionSpec), 2 * PAGE, (2, 3))
+    assert (made.layer_names, made.stored.layers) == (("a", "b"), 3)
+    assert made.stored.part_bytes == 3 * 2 * 1000
 
 
 def test_only_one_group_that_keeps_all_pages_has_shorter_hits() -> None:

@@ -25,6 +25,14 @@ class SlidingWindowSpec(SimpleNamespace):
     pass
 
 
+class MambaSpec(SimpleNamespace):
+    pass
+
+
+STATES = (("layers.4", ((3, 4), (2, 6))),)
+"""Layers with a state, and what it is made of."""
+
+
 def engine(**changed: Any) -> tuple[Any, Any, dict[str, Any]]:
     """The configuration of an engine: vLLM's, its cache's, and ours."""
     at = {
@@ -42,6 +50,9 @@ def engine(**changed: Any) -> tuple[Any, Any, dict[str, Any]]:
         "windows": (),
         "fails_by_request": True,
         "extra": {"weights_id": "w"},
+        "states": (),
+        "hidden_layers": 2,
+        "stage": 0,
         "pipeline_parallel_size": 1,
         "decode_context_parallel_size": 1,
         "prefill_context_parallel_size": 1,
@@ -55,11 +66,32 @@ def engine(**changed: Any) -> tuple[Any, Any, dict[str, Any]]:
         "num_kv_heads": at["heads"],
         "head_size": at["head_size"],
     }
-    groups = [(list(LAYERS), FullAttentionSpec(**fields))]
+    groups: list[tuple[list[str], Any]] = [(list(LAYERS), FullAttentionSpec(**fields))]
     groups += [([name], SlidingWindowSpec(sliding_window=n, **fields)) for name, n in at["windows"]]
+    groups += [
+        (
+            [name],
+            MambaSpec(
+                block_size=at["page_tokens"],
+                page_size_bytes=page_bytes,
+                state_content_size_bytes=96,
+                shapes=shapes,
+                dtypes=["torch.float32"],
+                mamba_type=SimpleNamespace(name="GDN"),
+                mamba_cache_mode="align",
+                num_speculative_blocks=0,
+            ),
+        )
+        for name, shapes in at["states"]
+    ]
     parallel = {name: size for name, size in at.items() if name.endswith("_parallel_size")}
     config = SimpleNamespace(
-        model_config=SimpleNamespace(model=at["model"], revision="", dtype=at["dtype"]),
+        model_config=SimpleNamespace(
+            model=at["model"],
+            revision="",
+            dtype=at["dtype"],
+            get_total_num_hidden_layers=lambda: at["hidden_layers"],
+        ),
         parallel_config=SimpleNamespace(tensor_parallel_size=at["ranks"], **parallel),
         cache_config=SimpleNamespace(cache_dtype=at["cache_dtype"]),
         attention_config=SimpleNamespace(backend="FLASH_ATTN"),
@@ -74,6 +106,13 @@ def engine(**changed: Any) -> tuple[Any, Any, dict[str, Any]]:
         num_blocks=100,
     )
     return config, cache, at["extra"]
+
+
+def stage_layers(layers: int, stage: int, stages: int) -> tuple[int, int]:
+    """As vLLM splits them: the first stages have what is left over."""
+    each, more = divmod(layers, stages)
+    begin = stage * each + min(stage, more)
+    return begin, begin + each + (stage < more)
 
 
 @pytest.fixture
@@ -95,9 +134,15 @@ def namespace_id(monkeypatch: pytest.MonkeyPatch) -> Callable[..., bytes]:
         connectors = ModuleType("vllm.distributed.kv_transfer.kv_connector.v1")
         results = {"KVConnectorTransferResults": object} if at["fails_by_request"] else {}
         connectors.base = SimpleNamespace(**results)  # type: ignore[attr-defined]
-        for module in (vllm, platforms, attention, connectors):
+        scheduler = ModuleType("vllm.v1.core.sched")
+        scheduler.output = SimpleNamespace(KVConnectorBlockState=object)  # type: ignore[attr-defined]
+        mamba = ModuleType("vllm.model_executor.layers.mamba.mamba_utils")
+        mamba.get_conv_state_layout = lambda: "SD"  # type: ignore[attr-defined]
+        pipeline = ModuleType("vllm.distributed.utils")
+        pipeline.get_pp_indices = stage_layers  # type: ignore[attr-defined]
+        for module in (vllm, platforms, attention, connectors, scheduler, mamba, pipeline):
             monkeypatch.setitem(sys.modules, module.__name__, module)
-        return bytes(page_shape(config, cache, extra).namespace.id)
+        return bytes(page_shape(config, cache, extra, at["stage"]).namespace.id)
 
     return of
 
@@ -120,6 +165,8 @@ def namespace_id(monkeypatch: pytest.MonkeyPatch) -> Callable[..., bytes]:
         {"extra": {"weights_id": "v"}},
         {"extra": {"weights_id": "w", "block_tokens": 64}},
         {"windows": WINDOWS},
+        {"pipeline_parallel_size": 2, "hidden_layers": 4},
+        {"states": STATES},
     ],
     ids=str,
 )
@@ -133,19 +180,43 @@ def test_a_patch_release_keeps_the_cache(namespace_id: Callable[..., bytes]) -> 
     assert namespace_id(version="0.32.1+cpu") == namespace_id()
 
 
-@pytest.mark.parametrize(
-    "split",
-    [
-        "pipeline_parallel_size",
-        "decode_context_parallel_size",
-        "prefill_context_parallel_size",
-    ],
-)
-def test_an_engine_that_splits_otherwise_than_by_heads_is_refused(
+@pytest.mark.parametrize("split", ["decode_context_parallel_size", "prefill_context_parallel_size"])
+def test_an_engine_whose_ranks_share_a_request_s_tokens_is_refused_with_the_fix(
     namespace_id: Callable[..., bytes], split: str
 ) -> None:
-    with pytest.raises(UnsupportedEngineError, match=f"{split} 2"):
+    option = split.replace("_", "-")
+    with pytest.raises(UnsupportedEngineError, match=f"{split} is 2.* without --{option}"):
         namespace_id(**{split: 2})
+
+
+def test_all_stages_of_a_pipeline_share_a_namespace_of_their_own(
+    namespace_id: Callable[..., bytes],
+) -> None:
+    pipeline = {"pipeline_parallel_size": 2, "hidden_layers": 4}
+    first, second = (namespace_id(**pipeline, stage=stage) for stage in (0, 1))
+    assert first == second
+    assert first != namespace_id(ranks=2)
+    assert first != namespace_id(ranks=2, **pipeline)
+    assert first != namespace_id(pipeline_parallel_size=2, hidden_layers=3)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"hidden_layers": 6}, {"hidden_layers": 3, "stage": 1}, {"windows": WINDOWS}],
+    ids=str,
+)
+def test_a_pipeline_of_other_than_equal_layers_is_refused_with_the_fix(
+    namespace_id: Callable[..., bytes], changed: dict[str, Any]
+) -> None:
+    with pytest.raises(UnsupportedEngineError, match="split the model with --tensor-parallel-size"):
+        namespace_id(**{"pipeline_parallel_size": 2, "hidden_layers": 4, **changed})
+
+
+def test_what_a_state_is_made_of_is_part_of_the_namespace(
+    namespace_id: Callable[..., bytes],
+) -> None:
+    other = ((STATES[0][0], ((4, 3), (2, 6))),)
+    assert namespace_id(states=STATES) != namespace_id(states=other)
 
 
 @pytest.mark.parametrize("block_tokens", [16, 48])
