@@ -16,7 +16,6 @@ from client_sdk.operator_gate import OperatorGate, read_token
 from client_sdk.tls import Tls
 from router.admin import Admin
 from router.admission import Admission, AdmissionLimits
-from router.candidates import Preferences
 from router.chains import ChainMemory
 from router.config import RouterSection
 from router.decision import Chooser, EngineLimits
@@ -34,11 +33,11 @@ from router.load import LoadLedger
 from router.local_tokens import LocalTokens
 from router.metrics import RouterMetrics
 from router.predicted import PredictedChains
+from router.preferences import first_speeds, preferences_of
 from router.prober import Prober, ProbeTimes
 from router.proxy import Proxy, ProxyLimits
 from router.remote_prefill import RemoteLimits, RemotePrefill
 from router.routes import Route, Routes
-from router.scoring import Speeds
 from router.server_connection import ServerLimits
 from router.speeds import LearningLimits, SpeedBook
 from router.splitting import SplitRules
@@ -76,7 +75,7 @@ class Router:
         self._index = index
         self._loop = loop
         self.speeds = SpeedBook(
-            _speeds(cfg), LearningLimits(max_age_seconds=cfg.learned_seconds), loop.time
+            first_speeds(cfg), LearningLimits(max_age_seconds=cfg.learned_seconds), loop.time
         )
         self.engines = EngineTable(
             BreakerLimits(cfg.breaker_failures, cfg.breaker_open_seconds), cfg.forget_seconds
@@ -99,9 +98,7 @@ class Router:
         self.tokens = TokenCache(cfg.tokenize_cache_tokens)
         self.local_tokens = LocalTokens(cfg.tokenizers, self.metrics)
         self.chains = ChainMemory(cfg.hash_cache_blocks)
-        preferences = Preferences(
-            cfg.near_best_fraction, cfg.least_loaded_candidates, cfg.tie_seconds, cfg.tie_fraction
-        )
+        preferences = preferences_of(cfg)
         chooser = self._chooser = Chooser(
             self.engines,
             self.ledger,
@@ -346,16 +343,4 @@ def _admission_limits(cfg: RouterSection) -> AdmissionLimits:
         cfg.queue_seconds,
         cfg.retry_after_seconds,
         cfg.max_retry_after_seconds,
-    )
-
-
-def _speeds(cfg: RouterSection) -> Speeds:
-    return Speeds(
-        prefill_tokens_per_second=cfg.prefill_tokens_per_second,
-        dram_tokens_per_second=cfg.dram_tokens_per_second,
-        ssd_tokens_per_second=cfg.ssd_tokens_per_second,
-        peer_tokens_per_second=cfg.peer_tokens_per_second,
-        peer_setup_seconds=cfg.peer_setup_seconds,
-        decode_request_seconds=cfg.decode_request_seconds,
-        prefill_quadratic_seconds=cfg.prefill_quadratic_seconds,
     )

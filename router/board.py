@@ -17,6 +17,7 @@ from router.choice_kernel import (
     ACTIVE,
     ASKED_COLUMNS,
     BLOCK_TOKENS,
+    COPY_FACTOR,
     ELSEWHERE,
     HIT_COLUMNS,
     IN_DRAM,
@@ -38,7 +39,7 @@ from router.choice_kernel import (
 )
 from router.engines import Engine
 from router.health import BreakerLimits, Health
-from router.load import LoadLedger
+from router.load import COLUMNS, LoadLedger
 from router.predicted import PredictedChains
 from router.scoring import Holding, Load, OwnHit, Speeds, holding_from
 from router.speeds import LearningLimits, SpeedBook
@@ -61,7 +62,7 @@ class Considered(Sequence[Candidate]):
         self,
         engines: Sequence[Engine],
         speeds: Sequence[Speeds],
-        loads: npt.NDArray[np.float64],
+        loads: array[float],
         slots: npt.NDArray[np.int64],
         hits: array[int],
         now: float,
@@ -88,7 +89,7 @@ class Considered(Sequence[Candidate]):
 
     def _candidates(self) -> list[Candidate]:
         if self._found is None:
-            loads = self._loads[self._slots]
+            loads = np.frombuffer(self._loads).reshape(-1, COLUMNS)[self._slots]
             self._found = [
                 Candidate(engine.url, self._load(loads[row]), self._holding(row), self._speeds[row])
                 for row, engine in enumerate(self._engines)
@@ -151,6 +152,7 @@ class Board:
     ) -> None:
         self.engines = engines
         self.rows = ledger.rows
+        self._numbers = ledger.numbers
         self.speeds_version = book.version
         self._slots = np.array([ledger.slot(engine.url) for engine in engines], np.int64)
         self._all_speeds = [book.of(engine.url) for engine in engines]
@@ -176,6 +178,10 @@ class Board:
         self._hits = array("q", bytes(8 * HIT_COLUMNS * len(engines)))
         self._hit_rows = np.frombuffer(self._hits, np.int64).reshape(-1, HIT_COLUMNS)
         self._none = array("q", self._hits)
+        """No hits; of whom, in blocks of how many tokens, is always the same."""
+        for row, engine in enumerate(engines):
+            if engine.kind is not None:
+                self._none[row * HIT_COLUMNS + BLOCK_TOKENS] = engine.kind.block_tokens
         self._asked = array("d", bytes(8 * ASKED_COLUMNS))
         self._asked[2:6] = array(
             "d",
@@ -186,8 +192,11 @@ class Board:
                 preferences.tie_fraction,
             ),
         )
+        self._asked[COPY_FACTOR] = preferences.copy_factor
         self._asked_row = np.frombuffer(self._asked)
-        self._told = np.zeros(TOLD_COLUMNS)
+        # Read and copied as arrays: numpy's own code is in no cache when a request comes.
+        self._told = array("d", bytes(8 * TOLD_COLUMNS))
+        self._told_row = np.frombuffer(self._told)
 
     def is_stale(self, engines: list[Engine], ledger: LoadLedger, book: SpeedBook) -> bool:
         return (
@@ -212,7 +221,7 @@ class Board:
         places = self._places.get(kind)
         if places is None:
             return
-        hits, tokens = self._hits, kind.block_tokens
+        hits = self._hits
         of_url = places.by_url.get
         for own in reversed(found.engines):  # of an engine's ranks the one that has most stays
             at = of_url(own.url)
@@ -222,14 +231,12 @@ class Board:
                 hits[at + OWN_HIT] = own.hit_blocks
                 hits[at + OWN_HBM] = own.hbm_blocks
                 hits[at + OWN_DRAM] = own.dram_blocks
-                hits[at + BLOCK_TOKENS] = tokens
         if found.nodes:
-            self._hold_nodes(places, {hit.node_id: hit for hit in found.nodes}, tokens)
-        for url, blocks in predicted.hits(keys, now):
+            self._hold_nodes(places, {hit.node_id: hit for hit in found.nodes})
+        for url, blocks in predicted.hits(keys, now).items():
             at = of_url(url)
             if at is not None:
                 hits[at + PREDICTED] = blocks
-                hits[at + BLOCK_TOKENS] = tokens
 
     def hold_tokens(self, url: str, tokens: int) -> None:
         """Enter how much of a prompt without known blocks an engine has seen."""
@@ -238,7 +245,7 @@ class Board:
             self._hits[row * HIT_COLUMNS + PREDICTED] = tokens
             self._hits[row * HIT_COLUMNS + BLOCK_TOKENS] = 1
 
-    def _hold_nodes(self, places: _Places, nodes: Mapping[str, NodeHit], tokens: int) -> None:
+    def _hold_nodes(self, places: _Places, nodes: Mapping[str, NodeHit]) -> None:
         hits = self._hits
         best, second, best_node = 0, 0, ""
         for node_id, hit in nodes.items():
@@ -251,7 +258,6 @@ class Board:
             found = nodes.get(node_id)
             for at in rows:
                 hits[at + ELSEWHERE] = second if node_id == best_node else best
-                hits[at + BLOCK_TOKENS] = tokens
                 if found is not None:
                     hits[at + NODE_HIT] = found.hit_blocks
                     hits[at + NODE_DRAM] = found.dram_blocks
@@ -263,16 +269,17 @@ class Board:
         asked = self._asked
         asked[0], asked[1] = prompt_tokens, now
         asked[6], asked[7], asked[8] = chance, max_requests, max_queued
-        told = self._told
-        row = pick_cost(self.rows, self._slots, self._speeds, self._hit_rows, self._asked_row, told)
+        row = pick_cost(
+            self.rows, self._slots, self._speeds, self._hit_rows, self._asked_row, self._told_row
+        )
         if row < 0:
             return None
-        most, hbm, dram, ssd, peer = told[: IN_PEER + 1].tolist()
+        most, hbm, dram, ssd, peer = self._told[: IN_PEER + 1]
         holding = Holding(int(hbm), int(dram), int(ssd), int(peer))
         considered = Considered(
             self.engines,
             self._all_speeds,
-            self.rows.copy(),
+            self._numbers[:],
             self._slots,
             self._hits[:],
             now,
@@ -282,7 +289,9 @@ class Board:
 
     def check_integrity(self) -> None:
         assert len(self._slots) == len(self.engines)
-        assert not any(self._none)
+        for row, engine in enumerate(self.engines):
+            none = self._none[row * HIT_COLUMNS : (row + 1) * HIT_COLUMNS]
+            assert sum(none) == none[BLOCK_TOKENS], f"{engine.url} begins with a hit"
         assert tuple(range(5)) == (MOST_TOKENS, IN_HBM, IN_DRAM, IN_SSD, IN_PEER)
         assert self._told[OPEN] <= len(self.engines)
 

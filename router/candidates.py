@@ -48,12 +48,18 @@ class Policy(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Preferences:
-    """How wide the short list is, and how far from the best estimate still counts as equal."""
+    """How wide the short list is, and how far from the best estimate still counts as equal.
+
+    `copy_factor`: of the time that computing it takes, what each token costs that one other node
+    holds and this one does not, whether it is brought or computed here; a share of that where
+    several hold it.
+    """
 
     near_best_fraction: float
     least_loaded_candidates: int
     tie_seconds: float
     tie_fraction: float
+    copy_factor: float = 0.0
 
 
 def short_list(candidates: Sequence[Candidate], preferences: Preferences) -> list[Candidate]:
@@ -78,9 +84,12 @@ def _queue(candidate: Candidate) -> float:
 class CostPolicy:
     """Least estimated time to the first token. Without any hit that is the shortest queue.
 
-    Among equals the one that computes least is taken, then the one that brings least from other
-    nodes, then the one with fewest requests: waiting for a sibling's prefill takes as long as
-    repeating it elsewhere, but costs nobody anything, and what is brought displaces other blocks.
+    A second copy of what another node holds takes room from blocks that somebody will have to
+    compute again, so it counts as some of that work (`copy_factor`); one more of what many hold,
+    like a system prompt, counts for little. Among equals the one that
+    computes least is taken, then the one that brings least from other nodes, then the one with
+    fewest requests: waiting for a sibling's prefill takes as long as repeating it elsewhere, but
+    costs nobody anything.
     """
 
     preferences: Preferences
@@ -88,18 +97,46 @@ class CostPolicy:
     def pick(self, asked: Asked, candidates: Sequence[Candidate], rng: random.Random) -> Candidate:
         listed = short_list(candidates, self.preferences)
         terms = [estimate_of(item, asked.prompt_tokens) for item in listed]
-        best = min(term.total_seconds for term in terms)
+        held = sorted((item.holding.node_tokens for item in candidates), reverse=True)
+        costs = [
+            term.total_seconds + self._copy_seconds(item, held)
+            for item, term in zip(listed, terms, strict=True)
+        ]
+        best = min(costs)
         limit = best + max(self.preferences.tie_seconds, best * self.preferences.tie_fraction)
         equal = [
             ((term.uncached_tokens, term.used.peer_tokens), item)
-            for item, term in zip(listed, terms, strict=True)
-            if term.total_seconds <= limit
+            for item, term, cost in zip(listed, terms, costs, strict=True)
+            if cost <= limit
         ]
         least = min(toll for toll, _ in equal)
         return _fewest_active([item for toll, item in equal if toll == least], rng)
 
+    def _copy_seconds(self, item: Candidate, held: Sequence[int]) -> float:
+        if not item.holding.peer_tokens:
+            return 0.0
+        copied = self.preferences.copy_factor * _new_copies(item.holding, held)
+        return copied / item.speeds.prefill_tokens_per_second
+
     def routed(self, url: str) -> None:
         """The ledger knows; nothing is kept here."""
+
+
+def _new_copies(holding: Holding, held: Sequence[int]) -> float:
+    """Tokens beyond its own that others hold, each divided by how many do.
+
+    `held`: what each engine has on its own node, most first.
+    """
+    own, tokens = holding.node_tokens, 0.0
+    upper = own + holding.peer_tokens
+    for holders, level in enumerate(held):
+        lower = max(level, own)
+        if lower < upper:  # what no candidate holds, somebody does who has no room
+            tokens += (upper - lower) / max(1, holders)
+            upper = lower
+        if upper <= own:
+            break
+    return tokens
 
 
 class LeastLoadPolicy:

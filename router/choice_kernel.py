@@ -36,8 +36,9 @@ HIT_COLUMNS = 8
     CHANCE,
     MAX_REQUESTS,
     MAX_QUEUED,
-) = range(9)
-ASKED_COLUMNS = 9
+    COPY_FACTOR,
+) = range(10)
+ASKED_COLUMNS = 10
 # of what is told of the picked one
 MOST_TOKENS, IN_HBM, IN_DRAM, IN_SSD, IN_PEER, QUEUE_SECONDS, OPEN = range(7)
 TOLD_COLUMNS = 7
@@ -104,6 +105,20 @@ def _estimate(prompt: Any, queue: Any, hold: Any, speed: Any, out: Any) -> None:
             out[2] = hold[3]
 
 
+@part
+def _new_copies(hold: Any, held: Any) -> Any:
+    own, tokens = hold[0] + hold[1] + hold[2], 0.0
+    upper = own + hold[3]
+    for holders in range(held.shape[0]):
+        lower = max(held[holders], own)
+        if lower < upper:
+            tokens += (upper - lower) / max(1, holders)
+            upper = lower
+        if upper <= own:
+            break
+    return tokens
+
+
 @compiled
 def pick_cost(
     loads: F64,
@@ -143,6 +158,11 @@ def pick_cost(
         limit = following
         for row in range(count):
             shorter += is_open[row] and queues[row] == limit
+    held = np.zeros(count, np.int64)
+    for row in range(count):
+        if is_open[row]:
+            held[row] = holds[row, 0] + holds[row, 1] + holds[row, 2]
+    held = np.sort(held)[::-1]
     terms = np.empty((count, 3))
     best = np.inf
     for row in range(count):
@@ -150,6 +170,9 @@ def pick_cost(
         is_open[row] = is_open[row] and (queues[row] <= limit or near >= wanted)
         if is_open[row]:
             _estimate(prompt, queues[row], holds[row], speeds[row], terms[row])
+            if holds[row, 3] > 0:
+                copied = asked[COPY_FACTOR] * _new_copies(holds[row], held)
+                terms[row, 0] += copied / speeds[row, PREFILL]
             best = min(best, terms[row, 0])
     limit = best + max(asked[TIE_SECONDS], best * asked[TIE_FRACTION])
     computed = elsewhere = active = np.inf

@@ -11,6 +11,7 @@ import re
 
 MAX_LINE_BYTES = 4096
 SIZES_BELOW = 4096
+MOST_SPLIT_BYTES = 64 * 1024
 _SIZES: dict[bytes, int] = {}
 """Size lines seen before, as they were written; bounded, since they can be written in many ways."""
 _SIZE = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;[^\r\n]*)?")
@@ -61,13 +62,17 @@ class ChunkedBody:
             FramingError: not chunked framing, or bytes beyond its end.
         """
         if not self._missing and not self._held and not self._in_trailer:
+            # Nearly always whole chunks of sizes seen before: told without a step for each.
             end = data.find(b"\r\n", 0, 18)
-            if end > 0 and data.endswith(b"\r\n"):
-                size = _SIZE.fullmatch(data, 0, end)
-                if size is not None:
-                    length = int(size[1], 16)
-                    if length and end + length + 4 == len(data):
-                        return self._whole_chunk(data, end)
+            length = _SIZES.get(data[:end])
+            if length is not None and data.endswith(b"\r\n"):
+                if end + length + 4 == len(data):
+                    return self._whole_chunk(data, end)
+                if len(data) <= MOST_SPLIT_BYTES:
+                    *lines, _ = data.split(b"\r\n")
+                    sizes, payloads = lines[::2], lines[1::2]
+                    if list(map(_SIZES.get, sizes)) == list(map(len, payloads)):
+                        return self._whole_chunks_of(data, payloads)
         return self._scan(data)
 
     def completion(self) -> bytes:
@@ -77,6 +82,9 @@ class ChunkedBody:
         return b"\n" * max(0, self._missing - 2) + b"\r\n"[-min(2, self._missing) :]
 
     def _whole_chunk(self, data: bytes, size_end: int) -> bytes:
+        return data
+
+    def _whole_chunks_of(self, data: bytes, payloads: list[bytes]) -> bytes:
         return data
 
     def _scan(self, data: bytes) -> bytes:
@@ -158,6 +166,9 @@ class Dechunked(ChunkedBody):
 
     def _whole_chunk(self, data: bytes, size_end: int) -> bytes:
         return data[size_end + 2 : -2]
+
+    def _whole_chunks_of(self, data: bytes, payloads: list[bytes]) -> bytes:
+        return b"".join(payloads)
 
     def _take_payload(self, out: list[bytes], data: bytes, at: int, take: int) -> None:
         payload = min(take, self._missing - 2)

@@ -88,6 +88,10 @@ class RouterSection(Section):
     """Estimates this close are equal: less to compute decides, then fewer requests, then chance."""
     tie_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.1
     """And so are those within this part of the best one."""
+    copy_factor: Annotated[float, Field(ge=0, le=10)] = 1.0
+    """What a second copy of a block costs in the choice, in times of computing it: it displaces
+    another one. 0: only the first token counts. Lower keeps short prompts' waits even, higher
+    keeps more of what fits (docs/simulation.md)."""
     predicted_seconds: Seconds = 3.0
     """How long a routed chain counts as present on its engine before any event says so."""
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from emberkv_proto.types import BlockHash, ChainHits, EngineHit, HashScheme, NodeHit
 from router.candidates import Asked, Candidate, CostPolicy, Preferences, estimate_of, make_policy
-from router.chains import ChainKeys, ChainKind, ChainMemory
+from router.chains import Beginning, ChainKeys, ChainKind, ChainMemory
 from router.config import PolicyName
 from router.engines import Engine, EngineTable
 from router.load import LoadLedger
@@ -110,6 +110,12 @@ class Plan:
     excluded: frozenset[str] = frozenset()
     """URLs of engines that may not get it, whatever happens."""
 
+    def holds(self, kind: ChainKind, keys: ChainKeys, found: ChainHits) -> None:
+        """Enter the prompt's blocks in one namespace, and who has them."""
+        self.chains[kind] = Chain(keys.hashes, keys.numbers, found)
+        blocks = max(1, AFFINITY_TOKENS // kind.block_tokens)
+        self.affinity = keys.numbers[min(blocks, len(keys.numbers)) - 1]
+
 
 @dataclass(slots=True, eq=False)
 class Scored:
@@ -193,6 +199,28 @@ class Chooser:
         self._policy = make_policy(name, self._preferences)
         self._boards: dict[str, Board] = {}
 
+    def plan_now(self, body: RequestBody, body_bytes: int) -> Plan | None:
+        """As `plan`, where nothing has to be waited for; else None."""
+        model = body.text("model")
+        self._serving(model)
+        prompt = self._tokenizer.known(body)
+        if prompt is None:
+            return None
+        if isinstance(prompt, NoTokens):
+            return self._without_tokens(model, body_bytes, prompt)
+        plan = Plan(model, len(prompt.ids), None)
+        for kind in self._kinds(plan, body):
+            keys = prompt.chains.get(kind) or self._keys_now(kind, prompt, body)
+            if keys is None:
+                return None
+            if keys.numbers:
+                found = self._found_now(keys)
+                if found is None:
+                    return None
+                plan.holds(kind, keys, found)
+        self._metrics.prompt_tokens.inc(plan.prompt_tokens)
+        return plan
+
     async def plan(self, body: RequestBody, body_bytes: int) -> Plan:
         """Find out what the request's blocks are and who holds them.
 
@@ -203,23 +231,25 @@ class Chooser:
         engines = self._serving(model)
         prompt = await self._tokenizer.tokens(body, lambda: self._least_busy(engines))
         if isinstance(prompt, NoTokens):
-            self._metrics.no_tokens.labels(prompt.value).inc()
-            return Plan(model, max(1, body_bytes // BYTES_PER_TOKEN), prompt)
-        count = len(prompt.ids)
-        self._metrics.prompt_tokens.inc(count)
-        plan = Plan(model, count, None)
-        is_keyed = bool(body.get("extra_key"))
-        for kind in self._engines.kinds(model):
-            if is_keyed and kind.scheme is HashScheme.SGLANG:
-                continue  # its blocks are others than those of these tokens alone
-            if count >= kind.block_tokens:
-                keys = prompt.chains.get(kind) or await self._keys(kind, prompt, body)
-                if not keys.numbers:
-                    continue  # of an engine whose hashes we cannot make
-                plan.chains[kind] = await self._look_up(keys)
-                blocks = max(1, AFFINITY_TOKENS // kind.block_tokens)
-                plan.affinity = keys.numbers[min(blocks, len(keys.numbers)) - 1]
+            return self._without_tokens(model, body_bytes, prompt)
+        plan = Plan(model, len(prompt.ids), None)
+        for kind in self._kinds(plan, body):
+            keys = prompt.chains.get(kind) or await self._keys(kind, prompt, body)
+            if keys.numbers:  # else of an engine whose hashes we cannot make
+                plan.holds(kind, keys, await self._found(keys))
+        self._metrics.prompt_tokens.inc(plan.prompt_tokens)
         return plan
+
+    def _without_tokens(self, model: str, body_bytes: int, why: NoTokens) -> Plan:
+        self._metrics.no_tokens.labels(why.value).inc()
+        return Plan(model, max(1, body_bytes // BYTES_PER_TOKEN), why)
+
+    def _kinds(self, plan: Plan, body: RequestBody) -> list[ChainKind]:
+        """How the prompt's blocks are hashed, where it has any."""
+        kinds = self._engines.kinds(plan.model)
+        if body.get("extra_key"):  # blocks of SGLang are then others than those of these tokens
+            kinds = [kind for kind in kinds if kind.scheme is not HashScheme.SGLANG]
+        return [kind for kind in kinds if plan.prompt_tokens >= kind.block_tokens]
 
     def plan_unread(self, body: RequestBody, body_bytes: int, session: Session | None) -> Plan:
         """A plan without tokens, of an endpoint whose rendering only the engine knows.
@@ -243,8 +273,8 @@ class Chooser:
             NoEngineError, UnknownModelError, SaturatedError
         """
         engines = self._serving(plan.model)
-        left_out = {*plan.excluded, *excluded}
-        if left_out:
+        if excluded or plan.excluded:
+            left_out = {*plan.excluded, *excluded}
             engines = [engine for engine in engines if engine.url not in left_out]
         elif self._make_board is not None and self.policy_name == "cost":
             return self._choose_compiled(plan, engines, self._make_board)
@@ -410,26 +440,43 @@ class Chooser:
     def _least_busy(self, engines: Sequence[Engine]) -> Engine:
         return min(engines, key=lambda engine: self._ledger.active_requests(engine.url))
 
-    async def _keys(self, kind: ChainKind, prompt: Prompt, body: RequestBody) -> ChainKeys:
+    def _begin(self, kind: ChainKind, prompt: Prompt, body: RequestBody) -> Beginning:
         salt_bytes = body.text("cache_salt").encode("utf-8", "surrogatepass")
-        beginning = self._chains.begin(kind, prompt.ids, salt_bytes)
+        return self._chains.begin(kind, prompt.ids, salt_bytes)
+
+    def _keys_now(self, kind: ChainKind, prompt: Prompt, body: RequestBody) -> ChainKeys | None:
+        beginning = self._begin(kind, prompt, body)
         if 4 * kind.block_tokens * beginning.missing_blocks >= LARGE_BYTES:
-            rest = await asyncio.to_thread(beginning.rest)
-        else:
-            rest = beginning.rest()
-        keys = self._chains.finish(beginning, rest)
+            return None
+        keys = self._chains.finish(beginning, beginning.rest())
         prompt.keep(kind, keys)
         return keys
 
-    async def _look_up(self, keys: ChainKeys) -> Chain:
+    async def _keys(self, kind: ChainKind, prompt: Prompt, body: RequestBody) -> ChainKeys:
+        keys = self._keys_now(kind, prompt, body)
+        if keys is None:
+            beginning = self._begin(kind, prompt, body)
+            keys = self._chains.finish(beginning, await asyncio.to_thread(beginning.rest))
+            prompt.keep(kind, keys)
+        return keys
+
+    def _found_now(self, keys: ChainKeys) -> ChainHits | None:
         try:
-            hits = await self._index.answer(keys.array)
+            return self._index.answer_now(keys.array)
         except Exception:
-            # Whatever is wrong with the index, the request can be answered without it.
-            log.exception("index query of %d keys failed", len(keys.array))
-            self._metrics.index_errors.inc()
-            hits = ChainHits()
-        return Chain(keys.hashes, keys.numbers, hits)
+            return self._unanswered(keys)
+
+    async def _found(self, keys: ChainKeys) -> ChainHits:
+        try:
+            return await self._index.answer(keys.array)
+        except Exception:
+            return self._unanswered(keys)
+
+    def _unanswered(self, keys: ChainKeys) -> ChainHits:
+        """Whatever is wrong with the index, the request can be answered without it."""
+        log.exception("index query of %d keys failed", len(keys.array))
+        self._metrics.index_errors.inc()
+        return ChainHits()
 
     def _candidate(self, engine: Engine, plan: Plan) -> Candidate:
         return Candidate(

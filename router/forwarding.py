@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from router.engines import Engine
-from router.http_message import HOP_BY_HOP, Headers, Request, connection_options
+from router.http_message import HOP_BY_HOP, Request, connection_options
 from router.upstream_head import ResponseHead
 
 _DROPPED_FROM_REQUEST = HOP_BY_HOP | {b"host", b"content-length", b"expect", b"x-request-id"}
@@ -36,18 +36,34 @@ def upstream_request(request: Request, engine: Engine, identity: bytes) -> bytes
     return b"".join(parts)
 
 
-def client_head(head: ResponseHead, added: Headers, *, framing: bytes, keep_alive: bool) -> bytes:
+def client_head(
+    head: ResponseHead,
+    engine: bytes,
+    hit_tokens: int,
+    identity: bytes,
+    *,
+    framing: bytes,
+    keep_alive: bool,
+) -> bytes:
     """The response head as it goes to the client.
 
     `framing` is a header line of our own (chunked), or empty where the engine's content-length or
     the connection's end delimits the body.
     """
+    return b"%s%s%s%s%s%s" % (
+        head.passed or _passed(head),
+        b"x-emberkv-engine: %s\r\n" % engine,
+        b"x-emberkv-hit-tokens: %d\r\n" % hit_tokens,
+        b"" if b"x-request-id" in head.fields else b"x-request-id: %s\r\n" % identity,
+        framing,
+        b"connection: keep-alive\r\n\r\n" if keep_alive else b"connection: close\r\n\r\n",
+    )
+
+
+def _passed(head: ResponseHead) -> bytes:
+    """The lines that are passed on; kept with the head."""
     dropped = _DROPPED_FROM_RESPONSE | head.options if head.options else _DROPPED_FROM_RESPONSE
     parts = [b"HTTP/1.1 %d %s\r\n" % (head.status, head.reason)]
-    for name, value in head.headers:
-        if name.lower() not in dropped:
-            parts.append(b"%s: %s\r\n" % (name, value))
-    parts += [b"%s: %s\r\n" % item for item in added if item[0] not in head.fields]
-    parts.append(framing)
-    parts.append(b"connection: keep-alive\r\n\r\n" if keep_alive else b"connection: close\r\n\r\n")
-    return b"".join(parts)
+    parts += [b"%s: %s\r\n" % item for item in head.headers if item[0].lower() not in dropped]
+    head.passed = b"".join(parts)
+    return head.passed

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence, Set
-from contextlib import AbstractContextManager, aclosing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, aclosing, contextmanager
 from dataclasses import dataclass
 
 from client_sdk import aio
@@ -22,7 +22,6 @@ from router.engines import Engine
 from router.metrics import RouterMetrics
 
 log = logging.getLogger(__name__)
-_NOTHING = nullcontext()
 MAX_HINTS = 1024
 """At a time; further requests go without."""
 AWAY_SECONDS = 2.0
@@ -90,18 +89,14 @@ class Hinter:
         """How many are in progress."""
         return len(self._tasks)
 
-    def queued(self, decision: Decision) -> AbstractContextManager[object]:
+    def queued(self, decision: Decision) -> AbstractContextManager[object] | None:
         """Bring what the estimate fetches from SSD or peers, if the request has to wait."""
         chosen = decision.chosen
         used, limits = chosen.estimate.used, self._limits
-        is_wanted = (
-            limits.is_on
-            and decision.kind is not None
-            and bool(used.ssd_tokens or used.peer_tokens)
-            and chosen.estimate.queue_seconds >= limits.least_queue_seconds
-        )
-        if not is_wanted or decision.kind is None:
-            return _NOTHING
+        if not (used.ssd_tokens or used.peer_tokens) or decision.kind is None or not limits.is_on:
+            return None
+        if chosen.estimate.queue_seconds < limits.least_queue_seconds:
+            return None
         tokens = used.node_tokens + used.peer_tokens
         hashes = decision.hashes[: tokens // decision.kind.block_tokens]
         return self.bring(chosen.engine, decision.kind.namespace_id, hashes)

@@ -69,7 +69,8 @@ class Charge:
         """
         if self._entry is None:
             raise IntegrityError(f"charge on {self._url} released twice")
-        self.prefilled()
+        if self._queued_tokens:
+            self.prefilled()
         entry, self._entry = self._entry, None
         entry.charges.remove(self)
         self._ledger.show(entry)
@@ -119,7 +120,7 @@ class LoadLedger:
         self._entries: dict[str, _Entry] = {}
         self._slots: dict[str, int] = {}
         self._free_slots: list[int] = []
-        self._numbers = array("d")
+        self.numbers = array("d")
         self._make_rows(FIRST_ROWS)
         self._mean_seconds: dict[str, float] = {}
         """Of a finished request's whole time, recent ones counting most."""
@@ -154,7 +155,7 @@ class LoadLedger:
 
     def show(self, entry: _Entry) -> None:
         """Bring an engine's row up to date. Columns as in choice_kernel.py."""
-        at, numbers = entry.slot * COLUMNS, self._numbers
+        at, numbers = entry.slot * COLUMNS, self.numbers
         numbers[at] = len(entry.charges)
         numbers[at + 1] = entry.queued_tokens
         if entry.waiting:
@@ -166,11 +167,12 @@ class LoadLedger:
 
     def _make_rows(self, count: int) -> None:
         """Room for so many engines. `rows` is another array then."""
-        old = self._numbers
-        self._numbers = array("d", bytes(8 * COLUMNS * count))
-        self._numbers[: len(old)] = old
-        self.rows: npt.NDArray[np.float64] = np.frombuffer(self._numbers).reshape(-1, COLUMNS)
-        """Each engine's load as `load` says it, for whoever looks at many at once."""
+        old = self.numbers
+        self.numbers = array("d", bytes(8 * COLUMNS * count))
+        self.numbers[: len(old)] = old
+        self.rows: npt.NDArray[np.float64] = np.frombuffer(self.numbers).reshape(-1, COLUMNS)
+        """Each engine's load as `load` says it, for whoever looks at many at once; the same
+        numbers as in `numbers`, one after the other."""
         self._free_slots = [*range(count - 1, len(old) // COLUMNS - 1, -1)]
 
     def load(self, url: str) -> Load:

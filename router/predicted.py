@@ -6,14 +6,6 @@ Without it the siblings of a burst, milliseconds apart, would each find an empty
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
-
-
-class PredictedHit(NamedTuple):
-    """How many leading blocks of a chain are predicted on an engine."""
-
-    url: str
-    blocks: int
 
 
 class _Generation:
@@ -57,30 +49,30 @@ class PredictedChains:
             for generation in (self._young, self._old)
         )
 
-    def hits(self, keys: Sequence[int], now: float) -> list[PredictedHit]:
-        """`hit_blocks` of every engine that has any."""
+    def hits(self, keys: Sequence[int], now: float) -> dict[str, int]:
+        """`hit_blocks` of every engine that has any, by URL."""
         found: dict[str, int] = {}
         if not keys:
-            return []
+            return found
         last, total, guess = keys[-1], len(keys), 0
+        inside = outside = last
+        """The last block that is in the guess, and the first that is not."""
         for generation in (self._young, self._old):
             for url, alive in generation.expiry.items():
                 known = found.get(url, 0)
+                # Most engines part from a chain where others do: at its shared beginning.
+                if known < guess and alive.get(inside, now) > now >= alive.get(outside, now):
+                    found[url] = guess
+                    continue
                 # What is alive is a beginning: without the next key there is no more to find.
                 if known == total or alive.get(keys[known], now) <= now:
                     continue
                 if alive.get(last, now) > now:
                     found[url] = total
                     continue
-                # Most engines part from a chain where others do: at its shared beginning.
-                if not (
-                    known < guess < total
-                    and alive.get(keys[guess - 1], now) > now
-                    and alive.get(keys[guess], now) <= now
-                ):
-                    guess = _alive_blocks(alive, keys, now)
-                found[url] = guess
-        return [PredictedHit(*item) for item in found.items()]
+                found[url] = guess = _alive_blocks(alive, keys, now)
+                inside, outside = keys[guess - 1], keys[guess]
+        return found
 
     def forget(self, url: str) -> None:
         """The engine died or was restarted: nothing is there any more."""

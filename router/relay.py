@@ -19,49 +19,48 @@ MAX_COMPLETION_BYTES = 64 * 1024
 
 
 class Relay:
-    """Sink of one response body. `begun` is called once, with its first bytes."""
+    """One response body: `begin` with its first bytes, then `piece`."""
 
     def __init__(
         self,
         head: ResponseHead,
         body: Body,
         write: Callable[[bytes], None],
-        begun: Callable[[], None],
         preface: bytes = b"",
     ) -> None:
         """`preface`: the head as it goes to the client, if it is to be written with the body."""
         self._body = body
         self._write = write
-        self._begun = begun
         self._preface = preface
-        content_type = (head.header(b"content-type") or b"").lower()
-        self.is_stream = content_type.startswith(b"text/event-stream")
-        is_plain = head.header(b"content-encoding") is None
-        self._may_speak = self.is_stream and is_plain
+        kind = head.kind
+        self.is_stream = kind.is_stream
+        self._may_speak = kind.is_stream and kind.is_plain
         """Whether an event of ours can be put into the body."""
-        is_read = is_plain and (self.is_stream or content_type.startswith(b"application/json"))
-        length = int(head.header(b"content-length") or 0)
-        if not is_read or length > usage.MAX_PARSED_BYTES:
+        if not kind.is_read or kind.length > usage.MAX_PARSED_BYTES:
             self._kept: deque[bytes] = deque(maxlen=0)
         else:
             self._kept = deque(maxlen=KEPT_STREAM_PIECES if self.is_stream else None)
         self._kept_bytes = 0
-        self._has_begun = False
+
+    def begin(self, data: bytes) -> None:
+        """Pass on the first bytes of the body, with what waited for them."""
+        preface, self._preface = self._preface, b""
+        self._write(preface + data if preface else data)
+        self._keep(data)
 
     def piece(self, data: bytes) -> None:
         """Pass on the next bytes of the body."""
-        if self._has_begun:
-            self._write(data)
+        self._write(data)
+        if self.is_stream:
+            self._kept.append(data)
         else:
-            self._has_begun = True
-            self._write(self._preface + data)
-            self._preface = b""
-            self._begun()
+            self._keep(data)
+
+    def _keep(self, data: bytes) -> None:
         self._kept.append(data)
-        if not self.is_stream:
-            self._kept_bytes += len(data)
-            if self._kept_bytes > usage.MAX_PARSED_BYTES:
-                self._kept = deque(maxlen=0)
+        self._kept_bytes += len(data)
+        if not self.is_stream and self._kept_bytes > usage.MAX_PARSED_BYTES:
+            self._kept = deque(maxlen=0)
 
     def flush(self) -> None:
         """Write what waited for a body that did not come."""

@@ -12,6 +12,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -95,12 +96,22 @@ class RemotePrefill:
             return None
         return Handover(prefill, decision.kind)
 
+    def charge(self, handover: Handover, plan: Plan, decision: Decision) -> ExitStack:
+        """Charge both engines until the value is closed."""
+        prefill = handover.prefill
+        uncached = prefill.estimate.uncached_tokens
+        held = ExitStack()
+        held.enter_context(self._ledger.charge(decision.chosen.engine.url, 0))
+        pairs = attention_pairs(uncached, plan.prompt_tokens)
+        held.enter_context(self._ledger.charge(prefill.engine.url, uncached, pairs))
+        return held
+
     async def run(
         self, handover: Handover, request: Request, identity: bytes, plan: Plan, decision: Decision
     ) -> Decision:
         """Prefill and hand over; return the decision with what its engine finds at home now.
 
-        Both engines are charged meanwhile. Raises nothing but CancelledError.
+        Both engines are to be charged meanwhile. Raises nothing but CancelledError.
         """
         engine, decode = handover.prefill.engine, decision.chosen.engine
         began = self._clock()
@@ -108,21 +119,15 @@ class RemotePrefill:
         # The first block comes only when those that are ahead of this prompt are prefilled.
         patience = min(self._limits.patience_seconds + estimate.total_seconds, MAX_PATIENCE_SECONDS)
         source = HintedSource(NodeId(engine.node_id), patience)
-        uncached = estimate.uncached_tokens
-        pairs = attention_pairs(uncached, plan.prompt_tokens)
-        with (
-            self._ledger.charge(decode.url, 0),
-            self._ledger.charge(engine.url, uncached, pairs),
-        ):
-            if engine.node_id == decode.node_id:  # they share a daemon: nothing has to travel
-                is_done = await self._prefill(handover, request, identity)
-                blocks = len(decision.hashes) if is_done else 0
-            else:
-                with self._hinter.bring(
-                    decode, handover.kind.namespace_id, decision.hashes, source
-                ) as hint:
-                    await self._handed_over(handover, request, identity, hint, decision)
-                    blocks = hint.readable_blocks
+        if engine.node_id == decode.node_id:  # they share a daemon: nothing has to travel
+            is_done = await self._prefill(handover, request, identity)
+            blocks = len(decision.hashes) if is_done else 0
+        else:
+            with self._hinter.bring(
+                decode, handover.kind.namespace_id, decision.hashes, source
+            ) as hint:
+                await self._handed_over(handover, request, identity, hint, decision)
+                blocks = hint.readable_blocks
         self._metrics.remote_prefill_seconds.observe(self._clock() - began)
         return _with_blocks(decision, blocks, plan.prompt_tokens)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from emberkv_proto import __version__
@@ -16,12 +16,13 @@ from router.load import LoadLedger
 from router.metrics import RouterMetrics
 from router.proxy import Proxy
 from router.request_body import BadBodyError, RequestBody, parse_body
-from router.server_connection import ServerConnection
+from router.server_connection import Answering, ServerConnection
 from router.speeds import SpeedBook
 from router.surface import METRICS_TYPE, Work, document, served
 from router.tenants import TenantRefusedError, Tenants
 
-Route = Callable[[Request, ServerConnection], Awaitable[None]]
+Route = Callable[[Request, ServerConnection], Answering | None]
+"""As a server's handler."""
 
 
 class Routes:
@@ -68,31 +69,26 @@ class Routes:
         for endpoint in endpoints:
             self._table.setdefault(endpoint.path, {})[endpoint.method] = work[endpoint.work]
 
-    async def handle(self, request: Request, client: ServerConnection) -> None:
+    def handle(self, request: Request, client: ServerConnection) -> Answering | None:
         methods = self._table.get(request.path)
         if methods is None:
-            client.respond(error_response(404, f"no such path: {request.path}"))
-            return
+            _say(client, error_response(404, f"no such path: {request.path}"))
+            return None
         # A HEAD is answered as a GET would be; the connection leaves the body out.
         route = methods.get("GET" if request.method == "HEAD" else request.method)
         if route is None:
             allowed = ", ".join([*methods, "HEAD"] if "GET" in methods else methods)
-            client.respond(
-                error_response(
-                    405,
-                    f"{request.path} takes {allowed}, not {request.method}",
-                    ((b"allow", allowed.encode()),),
-                )
-            )
-            return
+            text = f"{request.path} takes {allowed}, not {request.method}"
+            _say(client, error_response(405, text, ((b"allow", allowed.encode()),)))
+            return None
         if self._tenants is not None and request.path in self._keyed:
             try:
                 request = self._tenants.identified(request)
             except TenantRefusedError as refused:
                 self._metrics.refused.labels(refused.why).inc()
-                client.respond(refused.response)
-                return
-        await route(request, client)
+                _say(client, refused.response)
+                return None
+        return route(request, client)
 
     async def _explain(self, request: Request, client: ServerConnection) -> None:
         """Decide without doing: nothing is charged, predicted or sent on."""
@@ -166,8 +162,10 @@ class Routes:
         return self._document
 
 
-def _own(make: Callable[[], Response]) -> Route:
-    async def route(request: Request, client: ServerConnection) -> None:
-        client.respond(make())
+def _say(client: ServerConnection, response: Response) -> None:
+    client.respond(response)
+    client.ended()
 
-    return route
+
+def _own(make: Callable[[], Response]) -> Route:
+    return lambda _, client: _say(client, make())

@@ -1,8 +1,9 @@
 """One client's connection: an asyncio protocol over httptools.
 
-A connection answers its requests one at a time and in order, however they were pipelined. Each
-request runs as a task; when the client goes away the task is cancelled at once, which is how an
-upstream request is aborted. A half-closed connection counts as gone.
+A connection answers its requests one at a time and in order, however they were pipelined. What
+answers one is a `Work`: a trip through the proxy's callbacks, or a task. When the client goes away
+it is cancelled at once, which is how an upstream request is aborted. A half-closed connection
+counts as gone.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -41,6 +42,14 @@ class Source(Protocol):
     def resume(self) -> None: ...
 
 
+class Work(Protocol):
+    """What a response is being made by."""
+
+    def cancel(self) -> object:
+        """The client is gone, or the drain is over. `ended` is called now or soon."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class ServerLimits:
     max_body_bytes: int
@@ -48,7 +57,10 @@ class ServerLimits:
     client_idle_seconds: float
 
 
-Handler = Callable[[Request, "ServerConnection"], Awaitable[None]]
+Answering = Coroutine[Any, Any, None]
+Handler = Callable[[Request, "ServerConnection"], Answering | None]
+"""Returns what is to run as a task until the response is complete; or None, and has called
+`answer_by` or `ended`."""
 
 
 class Listener(Protocol):
@@ -73,6 +85,44 @@ class _Refusal(Exception):
         self.response = response
 
 
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """What a request line asks for: the path, and with its query as it goes upstream."""
+
+    path: str
+    raw: bytes
+
+
+TARGETS_KEPT = 256
+_targets: dict[bytes, _Target] = {}
+"""The last ones; clients ask for few, again and again."""
+
+
+def _read_target(url: bytes) -> _Target:
+    """Raises _Refusal."""
+    try:
+        parts = httptools.parse_url(url)
+        path = (parts.path or b"/").decode("ascii")
+    except (httptools.HttpParserInvalidURLError, UnicodeDecodeError):
+        raise _Refusal(error_response(400, "malformed request target")) from None
+    raw = (parts.path or b"/") + (b"?" + parts.query if parts.query else b"")
+    target = _Target(path, raw)
+    if len(_targets) >= TARGETS_KEPT:
+        _targets.clear()
+    _targets[url] = target
+    return target
+
+
+class _Beginning:
+    """Stands for the work of a request whose handler has not returned yet."""
+
+    def cancel(self) -> None:
+        """Nothing runs yet."""
+
+
+_BEGINNING = _Beginning()
+
+
 class ServerConnection(asyncio.Protocol):
     """One client. Handlers answer with `respond`, or with `start`, `write` and `finish`."""
 
@@ -83,7 +133,7 @@ class ServerConnection(asyncio.Protocol):
         self._transport: asyncio.Transport = None  # type: ignore[assignment]
         self._waiting: deque[Request | Response] = deque()
         self._waiting_bytes = 0
-        self._task: asyncio.Task[None] | None = None
+        self._work: Work | None = None
         self._current: Request | None = None
         self._source: Source | None = None
         self._is_write_paused = False
@@ -111,6 +161,23 @@ class ServerConnection(asyncio.Protocol):
         form = format_head if self._current.method == "HEAD" else format_response
         self._transport.write(form(response, keep_alive))
         self._keep_alive = keep_alive
+
+    def answer_by(self, work: Work) -> None:
+        """Have the current request answered by `work`, which calls `ended` when it is done."""
+        self._work = work
+
+    def ended(self) -> None:
+        """The response is complete or given up: the next request's turn."""
+        self._work = None
+        self._current = None
+        self._source = None
+        self.last_activity = self._server.loop.time()
+        if not self._keep_alive or self._server.is_draining:
+            self._transport.close()
+            self._server.noticed_end()
+        elif self._waiting or self._wants_continue:
+            # Not here: a line of requests that are answered at once would go deeper for each.
+            self._server.loop.call_soon(self._next)
 
     def start(self, keep_alive: bool) -> Callable[[bytes], None]:
         """Begin a response; return the function that writes its bytes, head first."""
@@ -159,11 +226,11 @@ class ServerConnection(asyncio.Protocol):
         self._server.connections.add(self)
 
     def data_received(self, data: bytes) -> None:
+        if self._is_discarding:
+            return
         if not self._is_reading_message:
             # A request that comes drop by drop has no more time than one that stops.
             self.last_activity = self._server.loop.time()
-        if self._is_discarding:
-            return
         try:
             self._parse(data)
         except httptools.HttpParserError as error:
@@ -176,16 +243,15 @@ class ServerConnection(asyncio.Protocol):
             self._refuse(refusal.response)
 
     def eof_received(self) -> bool:
-        if self._task is not None:
-            self._task.cancel()
-            self._transport.abort()
+        if self._work is not None:
+            self.cancel()
         return False
 
     def connection_lost(self, error: Exception | None) -> None:
         self._server.connections.discard(self)
-        if self._task is not None:
-            self._task.cancel()
         self._waiting.clear()
+        if self._work is not None:
+            self._work.cancel()
         self._server.noticed_end()
 
     def pause_writing(self) -> None:
@@ -199,6 +265,7 @@ class ServerConnection(asyncio.Protocol):
         self.last_activity = self._server.loop.time()
         if self._source is not None:
             self._source.resume()
+        self._next()
 
     # ---- httptools callbacks ----
 
@@ -245,23 +312,21 @@ class ServerConnection(asyncio.Protocol):
             return  # only the head was read; see _parse
         self._is_reading_message = False
         self._wants_continue = False
-        try:
-            url = httptools.parse_url(self._url)
-            path = (url.path or b"/").decode("ascii")
-        except (httptools.HttpParserInvalidURLError, UnicodeDecodeError):
-            raise _Refusal(error_response(400, "malformed request target")) from None
-        target = (url.path or b"/") + (b"?" + url.query if url.query else b"")
+        target = _targets.get(self._url) or _read_target(self._url)
         parser = self._parser
         request = Request(
             parser.get_method().decode(),
-            path,
-            target,
+            target.path,
+            target.raw,
             self._headers,
             self._body[0] if len(self._body) == 1 else b"".join(self._body),
             parser.get_http_version(),
             bool(parser.should_keep_alive()),
         )
-        self._enqueue(request)
+        if self._waiting or not self._may_answer:
+            self._enqueue(request)
+        else:
+            self._answer(request)
 
     # ---- inside ----
 
@@ -319,7 +384,7 @@ class ServerConnection(asyncio.Protocol):
 
     def _send_continue(self) -> None:
         """Let the client send its body, once all earlier responses are out."""
-        if self._wants_continue and self._task is None and not self._waiting:
+        if self._wants_continue and self._work is None and not self._waiting:
             self._wants_continue = False
             if not self._body_bytes:
                 self._transport.write(_CONTINUE)
@@ -327,6 +392,7 @@ class ServerConnection(asyncio.Protocol):
     def _refuse(self, response: Response) -> None:
         """Answer after what is pending, then close; whatever else comes is thrown away."""
         self._is_discarding = True
+        self._wants_continue = False
         self._body.clear()
         self._enqueue(response)
 
@@ -342,8 +408,14 @@ class ServerConnection(asyncio.Protocol):
             self._is_read_paused = True
             self._transport.pause_reading()
 
+    @property
+    def _may_answer(self) -> bool:
+        """A client that takes no answers gets none made for what else it asks."""
+        is_free = self._work is None and not self._is_write_paused
+        return is_free and not self._transport.is_closing()
+
     def _next(self) -> None:
-        if self._task is not None or self._transport.is_closing():
+        if not self._may_answer:
             return
         if not self._waiting:
             self._send_continue()
@@ -360,35 +432,37 @@ class ServerConnection(asyncio.Protocol):
         if self._is_read_paused and not self._waiting:
             self._is_read_paused = False
             self._transport.resume_reading()
-        self._current = item
+        self._answer(item)
+
+    def _answer(self, request: Request) -> None:
+        self._current = request
         self._has_started = False
-        self._task = self._server.loop.create_task(self._run(item))
-
-    async def _run(self, request: Request) -> None:
+        self._work = _BEGINNING
         try:
-            await self._server.handler(request, self)
-        except asyncio.CancelledError:
-            # The client is gone or the drain is over; nobody waits for this task's result.
-            self._transport.abort()
-        except Exception:
-            log.exception("request %s %s failed", request.method, request.path)
-            if self._has_started:
-                self._transport.abort()
-            else:
-                self.respond(error_response(500, "internal error of the router"))
-        finally:
-            self._task = None
-            self._current = None
-            self._source = None
-            self.last_activity = self._server.loop.time()
-        self._after_response()
+            work = self._server.handler(request, self)
+        except Exception as error:
+            self._failed(error)
+            self.ended()
+            return
+        if work is not None:
+            task = self._work = self._server.loop.create_task(work)
+            task.add_done_callback(self._task_ended)
 
-    def _after_response(self) -> None:
-        if not self._keep_alive or self._server.is_draining:
-            self._transport.close()
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        if task.cancelled():
+            self._transport.abort()
+        elif (error := task.exception()) is not None:
+            self._failed(error)
+        self.ended()
+
+    def _failed(self, error: BaseException) -> None:
+        request = self._current
+        assert request is not None
+        log.error("request %s %s failed", request.method, request.path, exc_info=error)
+        if self._has_started:
+            self.abort()
         else:
-            self._next()
-        self._server.noticed_end()
+            self.respond(error_response(500, "internal error of the router"))
 
     def _linger(self) -> None:
         """Close without a reset, which could destroy the response on its way to the client."""
@@ -400,13 +474,13 @@ class ServerConnection(asyncio.Protocol):
 
     @property
     def is_busy(self) -> bool:
-        return self._task is not None or bool(self._waiting)
+        return self._work is not None or bool(self._waiting)
 
     def cancel(self) -> None:
         """End the current request, if any, and close."""
-        if self._task is not None:
-            self._task.cancel()
         self._transport.abort()
+        if self._work is not None:
+            self._work.cancel()
 
     def close_if_idle(self) -> None:
         if not self.is_busy:

@@ -84,6 +84,10 @@ class Watched:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self.leave()
+
+    def leave(self) -> None:
+        """As leaving the block."""
         if self._is_told:
             return
         self._sent_in.is_void = True

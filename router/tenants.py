@@ -47,6 +47,10 @@ class Visit:
         self._budget = budget
         self._clock = clock
 
+    def leave(self) -> None:
+        """The request is over. Once."""
+        self._budget.leave()
+
     def check_model(self, model: str) -> None:
         """Raises TenantRefusedError (403) where the tenant may not use it."""
         allowed = self._budget.limits.models
@@ -97,9 +101,8 @@ class Tenants:
         headers = [item for item in request.headers if item[0] not in SECRET_HEADERS]
         return replace(request, headers=headers, tenant=tenant)
 
-    @contextmanager
-    def visit(self, tenant: str) -> Iterator[Visit]:
-        """Count a request of the tenant while it runs.
+    def enter(self, tenant: str) -> Visit:
+        """Count a request of the tenant until `leave` of the visit.
 
         Raises:
             TenantRefusedError: 429, it has too many, or had too many in this minute.
@@ -109,10 +112,16 @@ class Tenants:
             budget = TenantBudget(self._ring.limits_of(tenant), self._clock())
             self._budgets[tenant] = budget
         _refuse_overdrawn("tenant_requests", budget.enter(self._clock()))
+        return Visit(tenant, budget, self._clock)
+
+    @contextmanager
+    def visit(self, tenant: str) -> Iterator[Visit]:
+        """As `enter`, for a block."""
+        visit = self.enter(tenant)
         try:
-            yield Visit(tenant, budget, self._clock)
+            yield visit
         finally:
-            budget.leave()
+            visit.leave()
 
     def salt(self, tenant: str, own: object) -> str:
         """The salt of a tenant's requests that came with `own` as their cache_salt."""

@@ -276,6 +276,26 @@ class Tokenizer:
         self._cache = cache
         self._deadline_seconds = deadline_seconds
 
+    def known(self, body: RequestBody) -> Prompt | NoTokens | None:
+        """As `tokens`, where no engine, tokenizer or thread is needed; else None."""
+        source = prompt_source(body)
+        if not source:
+            return NoTokens.NO_PROMPT
+        known = self._cache.get(source)
+        if known is not None:
+            return known
+        if len(source) >= LARGE_BYTES:
+            return None
+        read = read_prompt(body)
+        if isinstance(read, Ask):
+            return None
+        return read if isinstance(read, NoTokens) else self._keep(source, read)
+
+    def _keep(self, source: bytes, ids: TokenIds) -> Prompt:
+        prompt = Prompt(source, ids)
+        self._cache.put(prompt)
+        return prompt
+
     async def tokens(
         self, body: RequestBody, some_engine: Callable[[], Engine]
     ) -> Prompt | NoTokens:
@@ -295,9 +315,7 @@ class Tokenizer:
             read = await self._made(read, body, some_engine(), is_large=is_large)
         if isinstance(read, NoTokens):
             return read
-        prompt = Prompt(source, read)
-        self._cache.put(prompt)
-        return prompt
+        return self._keep(source, read)
 
     async def _made(
         self, ask: Ask, body: RequestBody, engine: Engine, *, is_large: bool

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,6 +10,10 @@ import httptools
 
 from router.chunked import Body, ChunkedBody, Dechunked, FixedLengthBody, UntilCloseBody
 from router.http_message import Headers, connection_options
+
+HEADS_KEPT = 512
+LONGEST_KEPT_BYTES = 2048
+_known: dict[bytes, ResponseHead] = {}
 
 
 class UpstreamError(Exception):
@@ -39,9 +44,31 @@ class ProtocolError(UpstreamError):
     """What came is not HTTP."""
 
 
+@dataclass(frozen=True, slots=True)
+class BodyKind:
+    """What a response's body is, by its headers."""
+
+    is_stream: bool
+    """Of server-sent events."""
+    is_plain: bool
+    """Not compressed."""
+    is_read: bool
+    """A form whose usage can be read."""
+    length: int
+    """0 where it is not told."""
+
+    @classmethod
+    def told_by(cls, fields: Mapping[bytes, bytes]) -> BodyKind:
+        content_type = fields.get(b"content-type", b"").lower()
+        is_stream = content_type.startswith(b"text/event-stream")
+        is_plain = b"content-encoding" not in fields
+        is_read = is_plain and (is_stream or content_type.startswith(b"application/json"))
+        return cls(is_stream, is_plain, is_read, int(fields.get(b"content-length", b"") or 0))
+
+
 @dataclass(slots=True, eq=False)
 class ResponseHead:
-    """Status line and headers of a response."""
+    """Status line and headers of a response. Shared by all responses with the same bytes."""
 
     status: int
     reason: bytes
@@ -52,10 +79,14 @@ class ResponseHead:
     options: frozenset[bytes] = field(default=frozenset())
     """Names that its Connection header takes out of what is passed on."""
     is_chunked: bool = field(init=False)
+    kind: BodyKind = field(init=False)
+    passed: bytes | None = None
+    """Its lines as they go to clients, once somebody has made them."""
 
     def __post_init__(self) -> None:
         encoding = self.fields.get(b"transfer-encoding")
         self.is_chunked = encoding is not None and encoding.lower() == b"chunked"
+        self.kind = BodyKind.told_by(self.fields)
 
     def header(self, name: bytes) -> bytes | None:
         """Return the first value of `name` (lower case)."""
@@ -115,4 +146,16 @@ def parse_head(raw: bytes) -> ResponseHead:
     encoding = head.header(b"transfer-encoding")
     if encoding is not None and not head.is_chunked:
         raise ProtocolError(f"transfer-encoding {encoding!r} is not followed")
+    return head
+
+
+def known_head(raw: bytes) -> ResponseHead:
+    """As `parse_head`: an engine's heads are mostly those that it sent a moment ago."""
+    head = _known.get(raw)
+    if head is None:
+        head = parse_head(raw)
+        if len(raw) <= LONGEST_KEPT_BYTES:
+            if len(_known) >= HEADS_KEPT:
+                _known.clear()
+            _known[raw] = head
     return head

@@ -5,12 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from dataclasses import dataclass
+from typing import Protocol
 
 from client_sdk.aio import timeout
 from router.deadlines import Deadlines
 from router.engines import Engine
-from router.upstream import StaleError, UpstreamConnection
-from router.upstream_head import RefusedError, ResponseHead, ResponseTimeoutError
+from router.upstream import Receiver, StaleError, UpstreamConnection
+from router.upstream_head import (
+    ClosedEarlyError,
+    RefusedError,
+    ResponseHead,
+    ResponseTimeoutError,
+)
 
 CLOSE_SECONDS = 5.0
 """An aborted transport is gone after a turn of the loop; longer would be a bug."""
@@ -23,6 +29,12 @@ class UpstreamLimits:
     idle_seconds: float
     pooled_connections: int
     pooled_seconds: float
+
+
+class Sender(Receiver, Protocol):
+    """A receiver that may lose interest before there is a connection."""
+
+    is_over: bool
 
 
 @dataclass(slots=True, eq=False)
@@ -43,6 +55,7 @@ class UpstreamPool:
         self._idle: defaultdict[str, list[UpstreamConnection]] = defaultdict(list)
         self._open: set[UpstreamConnection] = set()
         self._all_lost = asyncio.Event()
+        self._connecting: set[asyncio.Task[None]] = set()
 
     async def begin(self, engine: Engine, payload: bytes) -> Exchange:
         """Send a request and wait for the response's head.
@@ -65,13 +78,43 @@ class UpstreamPool:
                 connection.abort()
                 raise
 
+    def send(self, engine: Engine, payload: bytes, receiver: Sender) -> None:
+        """Send a request, at once where a connection is pooled; `receiver` is told what becomes."""
+        connection = self._pooled(engine.url)
+        if connection is not None:
+            connection.send(payload, receiver)
+            return
+        connecting = self.loop.create_task(self._connect_and_send(engine, payload, receiver))
+        self._connecting.add(connecting)
+        connecting.add_done_callback(self._connecting.discard)
+
+    async def _connect_and_send(self, engine: Engine, payload: bytes, receiver: Sender) -> None:
+        try:
+            connection = await self._connect(engine)
+        except RefusedError as error:
+            if not receiver.is_over:
+                receiver.failed(error)
+            return
+        if receiver.is_over:
+            self.put(connection)  # who wanted it is gone; the next one will
+        elif connection.is_closing:
+            receiver.failed(ClosedEarlyError("connection closed before a response"))
+        else:
+            connection.send(payload, receiver)
+
     async def _acquire(self, engine: Engine) -> UpstreamConnection:
-        idle = self._idle[engine.url]
+        return self._pooled(engine.url) or await self._connect(engine)
+
+    def _pooled(self, url: str) -> UpstreamConnection | None:
+        idle = self._idle[url]
         while idle:
             connection = idle.pop()
             if not connection.is_closing:
                 connection.is_reused = True
                 return connection
+        return None
+
+    async def _connect(self, engine: Engine) -> UpstreamConnection:
         try:
             async with timeout(self.limits.connect_seconds):
                 _, connection = await self.loop.create_connection(
@@ -81,7 +124,8 @@ class UpstreamPool:
                     engine.host,
                     engine.port,
                 )
-        except (OSError, TimeoutError, asyncio.TimeoutError) as error:
+        except (OSError, UnicodeError, TimeoutError, asyncio.TimeoutError) as error:
+            # UnicodeError: a host that cannot even be looked up, such as a..b.
             text = str(error) or f"no connection in {self.limits.connect_seconds} s"
             raise RefusedError(f"{engine.name}: {text}") from None
         return connection
@@ -124,6 +168,10 @@ class UpstreamPool:
             idle.remove(connection)
 
     async def close(self) -> None:
+        for connecting in self._connecting:
+            connecting.cancel()
+        if self._connecting:
+            await asyncio.wait(self._connecting)
         for connection in tuple(self._open):
             connection.abort()
         if self._open:

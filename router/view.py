@@ -68,6 +68,10 @@ class FoundEngine(Protocol):
 class IndexView(Protocol):
     """Called on the router's event loop."""
 
+    def answer_now(self, keys: Keys) -> ChainHits | None:
+        """As `answer`; None where it would have to wait."""
+        ...
+
     async def answer(self, keys: Keys) -> ChainHits:
         """How many leading blocks of the chain each node and each engine has.
 
@@ -88,6 +92,9 @@ class IndexView(Protocol):
 
 class NoIndex:
     """Stands in when no index is configured: every request goes by load."""
+
+    def answer_now(self, keys: Keys) -> ChainHits | None:
+        return ChainHits()
 
     async def answer(self, keys: Keys) -> ChainHits:
         return ChainHits()

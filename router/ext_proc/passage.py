@@ -18,11 +18,11 @@ from router.health import FAILED_STATUSES
 from router.hit_counts import count_hits
 from router.load import Charge, LoadLedger
 from router.metrics import RouterMetrics
-from router.proxy import work_until_first_byte
 from router.relay import KEPT_STREAM_PIECES
 from router.scoring import attention_pairs
 from router.speeds import SpeedBook
 from router.tenants import Visit
+from router.trip import work_until_first_byte
 
 
 class Passage:

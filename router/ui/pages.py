@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import ipaddress
 import json
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from client_sdk.operator_gate import OperatorGate, speaker
 from emberkv_proto.errors import AccessDeniedError, UnauthenticatedError
 from router.http_message import Request, Response, error_response
-from router.server_connection import ServerConnection
+from router.server_connection import Answering, ServerConnection
 from router.surface import Work
 from router.ui.state import UiState
 
-Route = Callable[[Request, ServerConnection], Awaitable[None]]
+Route = Callable[[Request, ServerConnection], Answering]
 STATIC = Path(__file__).parent / "static"
 FILES: Mapping[Work, tuple[str, bytes]] = {
     Work.UI_PAGE: ("index.html", b"text/html; charset=utf-8"),

@@ -54,6 +54,8 @@ def reason_of(considered: Considered, rival: Rival | None) -> str:
 
 def _ahead_by(own: Estimate, rival: Rival) -> str:
     other = rival.estimate
+    if other.used.peer_tokens and own.total_seconds - other.total_seconds > CLOSE_SECONDS:
+        return "later than the next, but needs no second copy"
     if other.total_seconds - own.total_seconds <= CLOSE_SECONDS:
         if own.uncached_tokens < other.uncached_tokens:
             return "as quick as the next, computes less"

@@ -22,7 +22,7 @@ board_module = pytest.importorskip("router.board", reason="numba cannot be used 
 pytestmark = pytest.mark.timeout(400)  # compiling takes long where it was not done before
 KIND = ChainKind(NamespaceId(b"k" * 16), 16)
 KEYS = list(range(1, 41))
-WANTED = Preferences(0.8, 2, 0.001, 0.1)
+WANTED = Preferences(0.8, 2, 0.001, 0.1, 0.7)
 GUESS = Speeds(5000.0, 200_000.0, 40_000.0, 30_000.0, 0.003, 0.02, 1e-8)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from client_sdk.hint_client import HintClient
 from emberkv_proto.hashing import block_hashes, index_keys
 from emberkv_proto.types import EngineInfo, NamespaceId, NodeId
@@ -103,35 +105,57 @@ async def test_daemon_that_is_away_is_not_asked_again_at_once() -> None:
             assert len(daemon.hints) == 1
 
 
-async def test_daemon_that_says_nothing_is_left_alone_for_longer_each_time() -> None:
+async def test_daemon_that_says_nothing_is_left_alone_for_longer_each_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def wait_for_first_answers(seconds: float) -> None:
+        monkeypatch.setattr("router.hints.FIRST_ANSWER_SECONDS", seconds)
+
     now = 0.0
-    client = HintClient()
+    client, metrics = HintClient(), RouterMetrics()
     limits = HintLimits(True, 0.0, 30.0)
-    hinter = Hinter(client, limits, RouterMetrics(), lambda: now)
+    hinter = Hinter(client, limits, metrics, lambda: now)
     engine = EngineTable(BreakerLimits(3, 1.0), 60.0).add("http://127.0.0.1:1", 0.0)
+
+    async def outcome() -> str:
+        """Of one hint, once it is over."""
+        counts = {
+            sample.labels["outcome"]: sample.value
+            for metric in metrics.hints.collect()
+            for sample in metric.samples
+            if sample.name.endswith("_total")
+        }
+        with hinter.bring(engine, SPACE, HASHES) as hint:
+            await asyncio.wait_for(hint.over(), 60)
+        (changed,) = (
+            sample.labels["outcome"]
+            for metric in metrics.hints.collect()
+            for sample in metric.samples
+            if sample.name.endswith("_total")
+            and sample.value != counts.get(sample.labels["outcome"], 0)
+        )
+        return changed
+
     async with FakeHints().serving() as daemon:
-        daemon.is_stopped = True
         engine.daemon_address = daemon.address
-        for asked, pause in enumerate((2.0, 4.0, 8.0, 16.0, 30.0, 30.0), start=1):
-            with hinter.bring(engine, SPACE, HASHES) as hint:
-                await asyncio.wait_for(hint.over(), 20)
-            assert len(daemon.hints) == asked
+        daemon.is_stopped = True
+        wait_for_first_answers(0.1)
+        for pause in (2.0, 4.0, 8.0, 16.0, 30.0, 30.0):
+            assert await outcome() == "failed"
             now += pause - 0.1
-            with hinter.bring(engine, SPACE, HASHES) as hint:
-                assert hint.is_over, "it costs the request nothing"
+            assert await outcome() == "away", "it costs the request nothing"
             now += 0.1
         daemon.is_stopped = False
         daemon.go_on.set()
-        with hinter.bring(engine, SPACE, HASHES) as hint:
-            await asyncio.wait_for(hint.over(), 20)
+        wait_for_first_answers(60.0)
+        assert await outcome() == "done"
         daemon.is_stopped = True
         daemon.go_on.clear()
-        with hinter.bring(engine, SPACE, HASHES) as hint:
-            await asyncio.wait_for(hint.over(), 20)  # asked at once, and again for 2 s only
+        wait_for_first_answers(0.1)
+        assert await outcome() == "failed", "it answered, and is asked at once"
+        assert await outcome() == "away"
         now += 2.0
-        with hinter.bring(engine, SPACE, HASHES) as hint:
-            assert not hint.is_over
-            await asyncio.wait_for(hint.over(), 20)
+        assert await outcome() == "failed", "the pauses begin anew"
         await hinter.close()
 
 

@@ -330,3 +330,71 @@ async def test_a_crash_of_a_route_is_500_and_the_connection_goes_on(
             assert (await client.read()).status == 500
             client.post("/v1/completions", PROMPT)
             assert (await client.read()).status == 200
+
+
+async def test_a_long_line_of_requests_that_are_answered_at_once_is_answered() -> None:
+    count = 300  # each in the call of the one before would be too deep
+    async with (
+        FakeEngine().serving() as engine,
+        running_router(engine.url) as router,
+        connected(router.port) as client,
+    ):
+        health = b"GET /health HTTP/1.1\r\n\r\n"
+        client.send(http_post("/v1/completions", PROMPT) + health * count)
+        assert (await client.read()).json == COMPLETION
+        for _ in range(count):
+            assert (await client.read()).json["status"] == "ok"
+
+
+async def test_a_client_that_takes_no_answers_gets_none_made_until_it_does() -> None:
+    async with (
+        FakeEngine().serving() as engine,
+        running_router(engine.url) as router,
+        connected(router.port) as client,
+    ):
+        asking = b"GET /metrics HTTP/1.1\r\n\r\n"
+        client.send(asking)
+        assert (await client.read()).status == 200
+        (connection,) = router.router.server.connections
+        client.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        asked = 0
+        while not connection._is_read_paused:
+            client.send(asking * 10)
+            asked += 10
+            await asyncio.sleep(0)
+            assert connection._transport.get_write_buffer_size() < 1_000_000
+        client.writer.transport.resume_reading()  # type: ignore[attr-defined]
+        for _ in range(asked):
+            assert (await client.read()).status == 200
+
+
+async def test_a_refusal_takes_the_leave_to_send_a_body_with_it() -> None:
+    async with (
+        FakeEngine().serving() as engine,
+        running_router(engine.url, max_body_bytes=1000) as router,
+        connected(router.port) as client,
+    ):
+        client.send(b"POST /v1/completions HTTP/1.1\r\nExpect: 100-continue\r\n")
+        client.send(b"Content-Length: 1001\r\n\r\n")
+        assert (await client.read()).status == 413
+        (connection,) = router.router.server.connections
+        connection.pause_writing()
+        connection.resume_writing()
+        assert await client.reader.read() == b""
+
+
+async def test_who_asks_what_is_refused_and_takes_no_answer_is_closed_in_time() -> None:
+    async with (
+        FakeEngine().serving() as engine,
+        running_router(engine.url, client_idle_seconds=60) as router,
+        connected(router.port) as client,
+    ):
+        client.send(b"GET /health HTTP/1.1\r\n\r\n")
+        assert (await client.read()).status == 200
+        (connection,) = router.router.server.connections
+        connection.pause_writing()
+        connection.data_received(b"GET http://a:b/ HTTP/1.1\r\n\r\n")
+        connection.last_activity = now = asyncio.get_running_loop().time() - 100
+        connection.data_received(b"more")
+        connection.check_idle(now + 61)
+        assert await client.is_closed()

@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from router.hints import Hinter
 from tests.helpers.fake_engine import (
     COMPLETION,
     SSE_HEAD,
@@ -64,6 +65,20 @@ async def test_a_completion_passes_through_with_its_headers_both_ways() -> None:
         assert router.counter("delivered_hit_tokens_total", source="all") == 8
         assert router.counter("delivered_hit_tokens_total", source="ssd") == 2
         assert router.counter("requests_total", engine=engine.url, status="200") == 1
+
+
+async def test_what_a_router_behind_the_router_says_of_its_choice_is_replaced() -> None:
+    async def inner(request: FakeRequest, writer: asyncio.StreamWriter) -> bool:
+        said = "X-EmberKV-Engine: inner\r\nX-EmberKV-Hit-Tokens: 5\r\nX-Request-Id: kept\r\n"
+        writer.write(response(200, b"{}", said))
+        return True
+
+    async with FakeEngine().serving() as engine, running_router(engine.url) as router:
+        engine.completion = inner
+        got = await request(router.port, "/v1/completions", PROMPT)
+        assert got.headers["x-emberkv-engine"] == engine.url
+        assert got.headers["x-emberkv-hit-tokens"] == "0"
+        assert got.headers["x-request-id"] == "kept"
 
 
 async def test_a_request_id_is_made_where_none_came() -> None:
@@ -423,6 +438,15 @@ async def test_an_engine_still_loading_gets_nothing_until_its_health_is_good() -
             await until_status(router.port, "/v1/completions", 503, PROMPT)
 
 
+async def test_a_host_that_cannot_be_looked_up_is_an_engine_that_refuses() -> None:
+    url = "http://a..b:80"
+    async with FakeEngine().serving() as engine, running_router(engine.url, url) as router:
+        bad = router.router.engines.get(url)
+        assert bad is not None
+        assert not bad.health.is_healthy
+        assert (await request(router.port, "/v1/completions", PROMPT)).status == 200
+
+
 async def test_an_engine_that_comes_back_on_its_port_serves_again() -> None:
     async with FakeEngine().serving() as engine, running_router(engine.url) as router:
         await engine.stop()
@@ -438,6 +462,20 @@ async def test_a_broken_index_never_fails_a_request() -> None:
         FakeEngine().serving() as engine,
         running_router(engine.url, index=index) as router,
     ):
+        assert (await request(router.port, "/v1/completions", PROMPT)).status == 200
+
+
+async def test_a_hint_that_breaks_ends_its_request_and_leaves_no_charge(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(self: Hinter, decision: object) -> None:
+        raise RuntimeError("unforeseen")
+
+    async with FakeEngine().serving() as engine, running_router(engine.url) as router:
+        with monkeypatch.context() as patch:
+            patch.setattr(Hinter, "queued", broken)
+            assert (await request(router.port, "/v1/completions", PROMPT)).status == 500
+        assert router.router.ledger.total_requests() == 0
         assert (await request(router.port, "/v1/completions", PROMPT)).status == 200
 
 

@@ -269,7 +269,7 @@ SPEEDS = Speeds(1000.0, 100_000.0, 50_000.0, 20_000.0, 0.003, 0.02)
 
 def considered(policy: str, *others: Candidate, no_tokens: str = "") -> Considered:
     """What the policy makes of these, as the chooser would note it."""
-    wide = Preferences(0.8, 2, 0.001, 0.1)
+    wide = Preferences(0.8, 2, 0.001, 0.1, 0.5)
     picked = make_policy(policy, wide).pick(Asked(1000), others, random.Random(0))
     estimate = estimate_of(picked, 1000)
     routed = Routed(0.0, "e", picked.url, "n", "m", 1000, no_tokens, None, estimate, policy)
@@ -297,6 +297,14 @@ def engine(url: str, holding: Holding = Holding(), queued: int = 0) -> Candidate
         (
             considered("cost", engine("a", Holding(960), queued=5000), engine("b")),
             "sooner free, though the hit is shorter",
+        ),
+        (
+            considered(
+                "cost",
+                engine("a", Holding(960), queued=200),
+                engine("b", Holding(peer_tokens=960)),
+            ),
+            "later than the next, but needs no second copy",
         ),
         (
             considered(
