@@ -50,7 +50,7 @@ class RawReader:
         )
         self._transport.register(memoryview(self._region))
         limits = TransferLimits()
-        self._step = limits.blocks_per_read
+        self._step = limits.blocks_per_read(block_bytes)
         self._threads = ThreadPoolExecutor(limits.reads_in_flight)
         self._peer: Peer | None = None
 

@@ -17,6 +17,10 @@ class Expected:
         self._waiting: dict[BlockHash, set[asyncio.Future[None]]] = {}
         self._count = 0
 
+    def __bool__(self) -> bool:
+        """Whether anybody waits."""
+        return bool(self._waiting)
+
     async def wait(self, block_hash: BlockHash, seconds: float) -> None:
         """Return when the block has arrived, or the time is over."""
         if self._count >= MAX_WAITING:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Executor
 from dataclasses import dataclass
+from itertools import takewhile
 
 from emberkv_proto.errors import InvalidRequestError, PoolFullError
 from emberkv_proto.hashing import UNKNOWN_CHECKSUM
@@ -27,6 +27,7 @@ from store_daemon.leases import (
     SessionId,
     readable_parts,
 )
+from store_daemon.lending_terms import LendingTimes, Readers
 from store_daemon.peer_ranges import PeerRanges
 from store_daemon.ports import Followed, PeerGrant, PoolRange, PullTarget
 from store_daemon.prefetching import Prefetcher, Scheduled
@@ -40,22 +41,6 @@ LONGEST_WAIT_SECONDS = 60.0
 MOVE_WINDOW_BLOCKS = 256
 """How far ahead of what is ready a lease's blocks are moved; bounds one turn of the loop."""
 _DRAM, _SSD, _PEER = int(Source.DRAM), int(Source.SSD), int(Source.PEER)
-
-
-@dataclass(frozen=True, slots=True)
-class LendingTimes:
-    """Seconds: a session's lease without heartbeat, and how long a peer's request may take."""
-
-    lease_seconds: float
-    peer_seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class Readers:
-    """The threads that move blocks to DRAM."""
-
-    executor: Executor
-    threads: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,12 +239,13 @@ class Lender:
         hashes: Sequence[BlockHash],
         lease_seconds: float,
         wait_seconds: float = 0.0,
+        ready_only: bool = False,
     ) -> PeerGrant:
         """Lease to another daemon what is in DRAM, or comes there from SSD in time.
 
-        The blocks stay pinned for `peer_seconds` longer than the peer may begin to read them, so
-        that a read that began in time does not see its slot reused. Only whole blocks travel. When
-        the first one is not here, it is waited for, for `wait_seconds`.
+        The blocks stay pinned `peer_seconds` longer than reads may begin, so that none that began
+        in time sees its slot reused. Only whole blocks travel; the first one is waited for, for
+        `wait_seconds`. With `ready_only` the answer waits for no drive: what is in DRAM.
 
         What had to come from SSD is read through: while DRAM is nearly full, it leaves again with
         the lease, unless somebody else asked for it.
@@ -271,12 +257,13 @@ class Lender:
             await self._expected.wait(hashes[0], wait_seconds)
             self.leases.check_room(PEERS)
             found = self._holdings.catalog.whole_prefix(namespace, hashes)
+        if ready_only:
+            found = [*takewhile(lambda block: None not in block.slots, found)]
         if not found:
             return PeerGrant(0, 0, namespace.parts, (), ())
         self._holdings.queue.touch(found)
         self._holdings.catalog.touch_parts(found)
-        began = self._clock()
-        held = lease_seconds + self._times.peer_seconds
+        began, held = self._clock(), lease_seconds + self._times.peer_seconds
         lease = self._grant(PEERS, namespace, hashes, [*found], held)
         if not lease.is_complete:
             self._read_through[lease.id] = [b for b in found if not b.in_dram]
@@ -348,8 +335,13 @@ class Lender:
             assert waiting
             assert all(not awaited.lease.is_ended for awaited in waiting)
 
+    def blocks_arrived(self, blocks: Sequence[Block]) -> None:
+        """Blocks became readable in DRAM, by whatever way."""
+        if self._interest or self._expected:
+            for block in blocks:
+                self.block_arrived(block)
+
     def block_arrived(self, block: Block) -> None:
-        """A block became readable in DRAM, by whatever way."""
         self._expected.arrived(block.hash)
         if block.hash not in self._interest:
             return
@@ -411,11 +403,14 @@ class Lender:
         blocks: list[Block | None],
         seconds: float,
     ) -> Lease:
-        for block in filter(None, blocks):
-            block.pins += 1  # catalog.pin, without a call for each block of a long prefix
-        sources = bytearray(
-            [_PEER if block is None else _DRAM if block.in_dram else _SSD for block in blocks]
-        )
+        sources = bytearray([_DRAM]) * len(blocks)
+        for number, block in enumerate(blocks):
+            if block is None:
+                sources[number] = _PEER
+            else:
+                block.pins += 1  # catalog.pin, without a call for each block of a long prefix
+                if not block.in_dram:
+                    sources[number] = _SSD
         lease = self.leases.grant(
             session, namespace, hashes[: len(blocks)], blocks, sources, self._clock() + seconds
         )

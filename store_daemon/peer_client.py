@@ -19,6 +19,15 @@ from emberkv_proto.layout import Namespace
 from emberkv_proto.types import BlockHash, Incarnation, NodeId
 from emberkv_proto.v1 import store_pb2, store_pb2_grpc
 from store_daemon.ports import PeerGrant, PoolRange
+from store_daemon.transport.base import FirstBytes
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseOwner:
+    """A node that lends, and its gRPC address."""
+
+    node_id: NodeId
+    address: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +36,10 @@ class RemoteGrant:
 
     grant: PeerGrant
     source: TransportAddress
+    ticket: bytes = b""
+    """With which the owner may be asked for more at its transport's port."""
+    first: FirstBytes | None = None
+    """Of its first blocks, which are on their way: to be taken or abandoned."""
 
     def block_ranges(self, block: int) -> Sequence[PoolRange]:
         parts = self.grant.parts
@@ -35,6 +48,19 @@ class RemoteGrant:
     def block_checksums(self, block: int) -> Sequence[int]:
         parts = self.grant.parts
         return self.grant.checksums[block * parts : (block + 1) * parts]
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What is asked of an owner: leading blocks of a run."""
+
+    namespace: Namespace
+    hashes: Sequence[BlockHash]
+    lease_seconds: float
+    first_blocks: int = 0
+    """Whose bytes are to come at once, where that can be."""
+    wait_seconds: float = 0.0
+    """For the first one, if it is not there yet."""
 
 
 class PeerClient:
@@ -61,17 +87,16 @@ class PeerClient:
             InvalidRequestError: the answer does not fit the namespace or the question.
             EmberError: what the peer raised; UnavailableError or DeadlineError when it is away.
         """
-        request = store_pb2.PeerAcquireRequest(
-            namespace_id=namespace.id,
-            hashes=hashes_to_wire(hashes),
-            lease_seconds=lease_seconds,
-            requester=self._node_id,
-            wait_seconds=wait_seconds,
-        )
+        request = lease_request(self._node_id, namespace, hashes, lease_seconds)
+        request.wait_seconds = wait_seconds
         faults.hit(faults.PEER_LEASE)
         with self._calling(address) as stub:
             response = await stub.Acquire(request, timeout=timeout_seconds + wait_seconds)
-        return _grant_from_wire(response, namespace, len(hashes))
+        source = TransportAddress(
+            response.transport, response.transport_address, Incarnation(response.incarnation)
+        )
+        grant = grant_from_wire(response, namespace, len(hashes))
+        return RemoteGrant(grant, source, response.ticket)
 
     async def release(self, address: str, lease_id: int, timeout_seconds: float) -> None:
         """End a lease early. Raises EmberError; the lease then ends by its clock."""
@@ -108,9 +133,21 @@ class PeerClient:
                 del self._calls[address]
 
 
-def _grant_from_wire(
+def lease_request(
+    node_id: NodeId, namespace: Namespace, hashes: Sequence[BlockHash], lease_seconds: float
+) -> store_pb2.PeerAcquireRequest:
+    return store_pb2.PeerAcquireRequest(
+        namespace_id=namespace.id,
+        hashes=hashes_to_wire(hashes),
+        lease_seconds=lease_seconds,
+        requester=node_id,
+    )
+
+
+def grant_from_wire(
     message: store_pb2.PeerAcquireResponse, namespace: Namespace, asked_blocks: int
-) -> RemoteGrant:
+) -> PeerGrant:
+    """Raises InvalidRequestError when the answer does not fit the namespace or the question."""
     usable, parts = message.usable_blocks, message.parts
     offsets = u64s_from_wire(message.offsets)
     lengths = u64s_from_wire(message.lengths)
@@ -129,9 +166,4 @@ def _grant_from_wire(
         raise InvalidRequestError("peer's offsets are out of range")
     salt_ids = salt_ids_from_wire(message.salt_ids, usable)
     ranges = tuple(PoolRange(o, n) for o, n in zip(offsets, lengths, strict=True))
-    return RemoteGrant(
-        PeerGrant(message.lease_id, usable, parts, ranges, tuple(checksums), salt_ids),
-        TransportAddress(
-            message.transport, message.transport_address, Incarnation(message.incarnation)
-        ),
-    )
+    return PeerGrant(message.lease_id, usable, parts, ranges, tuple(checksums), salt_ids)

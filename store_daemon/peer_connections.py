@@ -21,12 +21,17 @@ class PeerConnections:
 
     def to(self, node_id: NodeId, source: TransportAddress) -> Peer:
         """Raises EmberError when there can be none."""
-        peer = self._peers.get(node_id)
-        if peer is not None and peer.address == source:
+        peer = self.known(node_id, source)
+        if peer is not None:
             return peer
         self._drop(node_id)  # to an earlier life of it
         peer = self._peers[node_id] = self._transport.connect(source)
         return peer
+
+    def known(self, node_id: NodeId, source: TransportAddress) -> Peer | None:
+        """The one there is already."""
+        peer = self._peers.get(node_id)
+        return peer if peer is not None and peer.address == source else None
 
     def retain(self, node_ids: Container[NodeId]) -> None:
         """Close those to all other nodes."""

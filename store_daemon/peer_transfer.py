@@ -2,31 +2,45 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future as ConcurrentFuture
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 from client_sdk import faults
 from client_sdk.transport.base import Cancellation, Peer, Segment
 from emberkv_proto.errors import CorruptionError, DeadlineError, IntegrityError
 from emberkv_proto.hashing import checksum
 from emberkv_proto.types import BlockHash
+from store_daemon.chunk_reads import ChunkReads
 from store_daemon.peer_client import RemoteGrant
 from store_daemon.ports import PoolRange, PullRoom
-from store_daemon.transport.base import Transport
+from store_daemon.transport.base import FirstBytes, Transport
 
 _SEGMENTS_PER_READ = 1024
+PUBLISH_SECONDS = 0.05
+"""Blocks that land sooner after others are announced with them, at the latest with the last."""
 
 
 @dataclass(frozen=True, slots=True)
 class TransferLimits:
-    blocks_per_read: int = 8
+    read_bytes: int = 8 << 20
+    """What one read is for, as far as whole blocks come to it."""
+    most_blocks_per_read: int = 64
     reads_in_flight: int = 2
-    """Of one transfer: the next chunk travels while the last one is verified."""
+    """Of one transfer."""
     threads: int = 8
+    first_threads: int = 4
+    """For what comes right behind leases. It holds its connection already, and all other threads
+    may be waiting for just that one: it must not wait for them."""
+
+    def first_blocks(self, block_bytes: int, parts: int) -> int:
+        """How many blocks may come right behind a lease: one read's, if that is few segments."""
+        step = self.blocks_per_read(block_bytes)
+        return step if step * parts <= _SEGMENTS_PER_READ else 0
+
+    def blocks_per_read(self, block_bytes: int) -> int:
+        return min(max(self.read_bytes // block_bytes, 1), self.most_blocks_per_read)
 
 
 class PeerTransfers:
@@ -41,9 +55,10 @@ class PeerTransfers:
     ) -> None:
         self._pool = pool.cast("B")
         self._transport = transport
-        self._limits = limits or TransferLimits()
+        self.limits = limits or TransferLimits()
         self._clock = clock
-        self._threads = ThreadPoolExecutor(self._limits.threads, "emberkv-pull")
+        self._threads = ThreadPoolExecutor(self.limits.threads, "emberkv-pull")
+        self._first_threads = ThreadPoolExecutor(self.limits.first_threads, "emberkv-first")
         self._cancellations: set[Cancellation] = set()
 
     @property
@@ -69,47 +84,47 @@ class PeerTransfers:
             EmberError: what the transport raised.
         """
         ranges = [tuple(parts) for parts in room.ranges[: remote.grant.usable_blocks]]
+        if not ranges:
+            return
         _check_room(ranges, remote)
-        step = self._limits.blocks_per_read
-        chunks = deque(
+        step = self.limits.blocks_per_read(sum(part.length for part in ranges[0]))
+        chunks = [
             range(first, min(first + step, len(ranges))) for first in range(0, len(ranges), step)
-        )
+        ]
+        first_bytes = remote.first
+        if first_bytes is not None and first_bytes.byte_count != _byte_count(
+            ranges[: len(chunks[0])]
+        ):
+            first_bytes.abandon()  # there is not room for all of it
+            first_bytes = None
         cancellation = Cancellation()
         self._cancellations.add(cancellation)
-        reads: deque[_Read] = deque()
-
-        def begin() -> None:
-            while chunks and len(reads) < self._limits.reads_in_flight:
-                blocks = chunks.popleft()
-                work = self._threads.submit(
-                    self._read_chunk, peer, remote, ranges, blocks, deadline, cancellation
-                )
-                reads.append(_Read(blocks, work, asyncio.wrap_future(work)))
-
+        read = partial(self._read_chunk, peer, remote, first_bytes, ranges, deadline, cancellation)
+        first_threads = self._first_threads if first_bytes is not None else None
+        at_once = self.limits.reads_in_flight
+        reads = ChunkReads(read, chunks, at_once, self._threads, first_threads)
+        published_at = self._clock()
         try:
-            begin()
-            while reads:
-                read = reads[0]
+            for number, blocks in enumerate(chunks):
                 left = max(0.0, deadline - self._clock())
-                await asyncio.wait({read.ended}, timeout=left)
-                if not read.ended.done():
-                    raise DeadlineError(f"{read.blocks[0]} blocks came before the deadline")
-                good = read.ended.result()
-                reads.popleft()
-                begin()  # what lands now does so beside the next bytes
-                for block in read.blocks[:good]:
+                good = await reads.good_blocks(number, left)
+                if good is None:
+                    raise DeadlineError(f"{blocks[0]} blocks came before the deadline")
+                for block in blocks[:good]:
                     room.land(block, remote.block_checksums(block))
                     on_landed(hashes[block])
-                room.publish()
-                if good < len(read.blocks):
+                if self._clock() - published_at >= PUBLISH_SECONDS:
+                    room.publish()
+                    published_at = self._clock()
+                if good < len(blocks):
                     raise CorruptionError(
-                        f"block {read.blocks[good]} from {remote.source.address}"
+                        f"block {blocks[good]} from {remote.source.address}"
                         " does not match its checksum"
                     )
         finally:
             cancellation.cancel()
             try:
-                await _join(reads)
+                await reads.join()
             finally:
                 self._cancellations.discard(cancellation)
 
@@ -117,10 +132,11 @@ class PeerTransfers:
         self,
         peer: Peer,
         remote: RemoteGrant,
+        first_bytes: FirstBytes | None,
         ranges: Sequence[Sequence[PoolRange]],
-        blocks: range,
         deadline: float,
         cancellation: Cancellation,
+        blocks: range,
     ) -> int:
         """Read `blocks` and return how many of them, from the first on, are right. Blocks."""
         segments = [
@@ -130,6 +146,9 @@ class PeerTransfers:
         ]
         faults.hit(faults.PEER_READ)
         found: list[int] = []
+        if first_bytes is not None and blocks[0] == 0:
+            found += first_bytes.take(segments, deadline - self._clock(), cancellation)
+            segments = []
         for first in range(0, len(segments), _SEGMENTS_PER_READ):
             some = segments[first : first + _SEGMENTS_PER_READ]
             sums = self._transport.read(
@@ -158,16 +177,12 @@ class PeerTransfers:
         """Join the threads and let go of the pool. No transfer may be running."""
         assert not self._cancellations, "closed while a transfer runs"
         self._threads.shutdown()
+        self._first_threads.shutdown()
         self._pool.release()
 
 
-@dataclass(frozen=True, slots=True)
-class _Read:
-    """A chunk under way in a thread."""
-
-    blocks: range
-    work: ConcurrentFuture[int]
-    ended: asyncio.Future[int]
+def _byte_count(ranges: Sequence[Sequence[PoolRange]]) -> int:
+    return sum(part.length for parts in ranges for part in parts)
 
 
 def _check_room(ranges: Sequence[Sequence[PoolRange]], remote: RemoteGrant) -> None:
@@ -177,21 +192,3 @@ def _check_room(ranges: Sequence[Sequence[PoolRange]], remote: RemoteGrant) -> N
         there = [part.length for part in remote.block_ranges(block)]
         if here != there:
             raise IntegrityError(f"room of {here} bytes for a block of {there} bytes")
-
-
-async def _join(reads: Sequence[_Read]) -> None:
-    """Wait until no read runs, even while being cancelled; then pass the cancellation on."""
-    for read in reads:
-        read.work.cancel()  # takes those that no thread has begun
-    interrupted: asyncio.CancelledError | None = None
-    pending = {read.ended for read in reads}
-    while pending:
-        try:
-            _, pending = await asyncio.wait(pending)
-        except asyncio.CancelledError as error:  # noqa: PERF203 - the wait must be begun again
-            interrupted = error
-    for read in reads:
-        if not read.ended.cancelled():
-            read.ended.exception()  # the first failure is raised already
-    if interrupted is not None:
-        raise interrupted

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,13 +32,17 @@ from emberkv_proto.layout import Namespace
 from emberkv_proto.types import BlockHash, Incarnation, NodeHit, NodeId
 from store_daemon.failed_fetches import FailedFetches
 from store_daemon.leases_ahead import LeasesAhead
-from store_daemon.peer_client import PeerClient, RemoteGrant
+from store_daemon.likely_owner import LikelyOwner
+from store_daemon.owner_leases import OwnerLeases
+from store_daemon.peer_client import LeaseOwner, PeerClient, RemoteGrant, Wish
 from store_daemon.peer_connections import PeerConnections
 from store_daemon.peer_health import HealthLimits, PeerHealth
 from store_daemon.peer_transfer import PeerTransfers, TransferLimits
 from store_daemon.ports import Followed, PullTarget
 from store_daemon.pull_failures import failure_reason, is_blamed
-from store_daemon.pull_plan import Owner, PullCosts, choose_owner
+from store_daemon.pull_limits import PullCounters, PullLimits
+from store_daemon.pull_plan import Owner, choose_owner
+from store_daemon.quick_leases import QuickLeases
 from store_daemon.shared_pulls import SharedPull, SharedPulls
 from store_daemon.transport.base import Transport
 
@@ -55,55 +59,6 @@ class IndexQueries(Protocol):
     ) -> list[NodeHit]: ...
 
     async def nodes(self, *, timeout_seconds: float | None = None) -> list[IndexedNode]: ...
-
-
-@dataclass(frozen=True, slots=True)
-class PullLimits:
-    index_seconds: float = 0.1
-    nodes_seconds: float = 1.0
-    """How long the nodes' addresses are believed."""
-    acquire_seconds: float = 2.0
-    release_seconds: float = 1.0
-    lease_margin_seconds: float = 2.0
-    lease_seconds: float = 10.0
-    """For one window, unless it is expected to take a good part of that: so long a node that died
-    while it pulled keeps blocks of the owner's from eviction."""
-    lease_times_expected: float = 5.0
-    blame_seconds: float = 0.1
-    """A peer that let a shorter deadline pass is not held to have failed."""
-    blocks_per_pull: int = 4096
-    lease_bytes: int = 64 << 20
-    """What one lease is for, between the next two numbers of blocks: the owner brings so much from
-    its drive before the first byte travels, and then the next as much meanwhile."""
-    least_lease_blocks: int = 8
-    most_lease_blocks: int = 256
-    longest_wait_seconds: float = 0.5
-    """For the next block of a node that is followed; then it is asked again."""
-    owners_per_pull: int = 8
-    """After so many owners a pull is over."""
-    costs: PullCosts = field(default_factory=PullCosts)
-    failed_block_seconds: float = 2.0
-    """A peer that did not give a block is not asked for it again: its event is on the way."""
-    failed_peer_seconds: float = 1.0
-    """One that could not be reached is not asked for anything; then its breaker decides."""
-
-
-@dataclass(slots=True)
-class PullCounters:
-    pulls: int = 0
-    """Pulls that went to a peer."""
-    pulled_blocks: int = 0
-    pulled_bytes: int = 0
-    unheld: int = 0
-    """Pulls for which no peer that may be asked holds the first block."""
-    shared_blocks: int = 0
-    """Blocks that were wanted while another pull was bringing them."""
-    followed_blocks: int = 0
-    """Of the pulled ones, those that came from a node while it computed them."""
-    from_peer: Counter[NodeId] = field(default_factory=Counter)
-    """Pulled bytes by owner."""
-    failures: Counter[str] = field(default_factory=Counter)
-    """By reason; see `failure_reason`, and too_slow, no_room, stale_index and index."""
 
 
 @dataclass(slots=True, eq=False)
@@ -128,7 +83,7 @@ class _Run:
 class _Planned:
     """What is asked of one owner."""
 
-    node_id: NodeId
+    owner: LeaseOwner
     blocks: int
     longest: int
     """What the owner of the longest run has; nobody is known to go on behind it."""
@@ -158,11 +113,17 @@ class PeerPuller:
         self._limits = limits or PullLimits()
         self._health_limits = health_limits or HealthLimits()
         self._clock = clock
-        self._client = PeerClient(node_id, tls)
         self._transfers = PeerTransfers(pool, transport, transfer_limits, clock)
         self._health: dict[NodeId, PeerHealth] = {}
         self._lives: dict[NodeId, Incarnation] = {}
         self._connections = PeerConnections(transport)
+        self._leases = OwnerLeases(
+            PeerClient(node_id, tls),
+            QuickLeases(node_id, transport, self._connections),
+            self._limits.release_seconds,
+            self._count_failure,
+        )
+        self._likely = LikelyOwner()
         self._failed = FailedFetches(
             self._limits.failed_block_seconds, self._limits.failed_peer_seconds
         )
@@ -172,9 +133,13 @@ class PeerPuller:
         self._pulls: set[asyncio.Event] = set()
         """Set when the pull is over."""
         self._asked_bytes: Counter[NodeId] = Counter()
-        self._releases: set[asyncio.Task[None]] = set()
         self._is_closed = False
         self.counters = PullCounters()
+
+    @property
+    def quick_leases(self) -> int:
+        """Leases that were given at owners' transport ports."""
+        return self._leases.quick_leases
 
     async def pull(
         self,
@@ -222,11 +187,10 @@ class PeerPuller:
         """Fail pulls in progress, wait for them and their threads, drop all connections."""
         self._is_closed = True
         self._transfers.cancel()
+        self._leases.cancel()
         for over in list(self._pulls):
             await over.wait()
-        if self._releases:
-            await asyncio.wait(self._releases)
-        await self._client.close()
+        await self._leases.close()
         self._connections.close()
         self._transfers.close()
 
@@ -236,6 +200,7 @@ class PeerPuller:
             health.check_integrity()
         self._failed.check_integrity()
         self._shared.check_integrity()
+        self._leases.check_integrity()
         assert self._transfers.running <= len(self._pulls)
         assert self._pulls or not len(self._shared), "blocks in flight without a pull"
         assert self._pulls or not +self._asked_bytes, "bytes are asked for without a pull"
@@ -298,6 +263,8 @@ class PeerPuller:
         is_first: bool,
     ) -> bool:
         """Bring what one owner has of the run; False when there is none to ask."""
+        if is_first and await self._pull_likely(run, parent, hashes, mine):
+            return True
         try:
             plan = await self._choose(run, hashes)
         except EmberError as error:
@@ -306,20 +273,70 @@ class PeerPuller:
         if plan is None:
             self.counters.unheld += is_first and not run.excluded
             return False
-        now = self._clock()
-        speed = self._health_of(plan.node_id).bytes_per_second(now)
-        in_time = int((run.deadline - now) * speed / run.block_bytes)
+        in_time = self._blocks_in_time(run, plan.owner.node_id)
         if not in_time:
             self._count_failure("too_slow")
             return False
         mine.keep(min(plan.blocks, in_time))
         wanted = hashes[: mine.expected]
-        with self._asking(plan.node_id, run, mine, len(wanted)):
-            await self._pull_from(run, plan.node_id, parent, wanted, mine)
+        with self._asking(plan.owner.node_id, run, mine, len(wanted)):
+            await self._pull_from(run, plan.owner, parent, wanted, mine)
         if run.was_refused and not mine.landed:
-            self._count_failure("stale_index", node_id=plan.node_id)
-            self._failed.lacks(plan.node_id, hashes[0], self._clock())
+            self._count_failure("stale_index", node_id=plan.owner.node_id)
+            self._failed.lacks(plan.owner.node_id, hashes[0], self._clock())
         return len(mine.landed) < plan.longest or plan.longest == len(hashes)
+
+    async def _pull_likely(
+        self,
+        run: _Run,
+        parent: BlockHash | None,
+        hashes: Sequence[BlockHash],
+        mine: SharedPull,
+    ) -> bool:
+        """Bring what the likely owner lends at once; False: it lends nothing, ask the index."""
+        node_id = self._likely.guess(self._clock())
+        if node_id is None or node_id not in self._addresses:
+            return False
+        owner = LeaseOwner(node_id, self._addresses[node_id])
+        if not self._may_guess(owner, hashes[0]):
+            return False
+        in_time = self._blocks_in_time(run, node_id)
+        if not in_time:
+            return False
+        self.counters.guesses += 1
+        hashes = hashes[: min(mine.expected, in_time)]
+        window = hashes[: self._window_blocks(run)]
+        seconds = min(self._limits.guess_seconds, run.deadline - self._clock())
+        lent = await self._leases.ask_at_once(owner, self._wish(run, node_id, window), seconds)
+        if lent is None:
+            self.counters.wrong_guesses += 1
+            self._likely.was_wrong()
+            return False
+        if not self._health_of(node_id).may_try(self._clock()):
+            self._leases.give_back(owner, lent)  # others tried it meanwhile
+            return False
+        is_whole = lent.grant.usable_blocks == len(window)
+        mine.keep(len(hashes) if is_whole else lent.grant.usable_blocks)
+        with self._asking(node_id, run, mine, mine.expected):
+            await self._pull_from(run, owner, parent, hashes[: mine.expected], mine, 0.0, lent)
+            # What it does not have in DRAM may be on its drive, which the index knows.
+            run.excluded.discard(node_id)
+        return True
+
+    def _blocks_in_time(self, run: _Run, node_id: NodeId) -> int:
+        """How many blocks may come from there before the deadline."""
+        now = self._clock()
+        speed = self._health_of(node_id).bytes_per_second(now)
+        return int((run.deadline - now) * speed / run.block_bytes)
+
+    def _may_guess(self, owner: LeaseOwner, first: BlockHash) -> bool:
+        now, node_id = self._clock(), owner.node_id
+        return (
+            not self._asked_bytes[node_id]  # else another owner may be the better one
+            and self._leases.may_be_quick(owner)
+            and self._health_of(node_id).may_try(now)
+            and self._failed.may_ask(node_id, first, now)
+        )
 
     async def _follow(
         self,
@@ -352,7 +369,8 @@ class PeerPuller:
             wanted = hashes[first : min(first + window, mine.expected)]
             seconds = min(patience, self._limits.longest_wait_seconds)
             with self._asking(node_id, run, mine, len(wanted)):
-                await self._pull_from(run, node_id, before, wanted, mine, seconds)
+                owner = LeaseOwner(node_id, self._addresses[node_id])
+                await self._pull_from(run, owner, before, wanted, mine, seconds)
             if len(mine.landed) > first:
                 waited_since = self._clock()
             elif not run.was_refused:
@@ -399,16 +417,18 @@ class PeerPuller:
                 counters.from_peer[node_id] += landed_bytes
                 now = self._clock()
                 health.measured(landed_bytes, now - started, now)
+                self._likely.gave(node_id, now)
 
     async def _choose(self, run: _Run, hashes: Sequence[BlockHash]) -> _Planned | None:
         """Whom to ask, by the index's word. Raises EmberError when the index is away."""
-        hits = await self._index.query(
+        query = self._index.query(
             index_keys(hashes), timeout_seconds=self._index_seconds(run.deadline)
         )
+        # Beside each other: what nobody holds is rarely asked for.
+        hits, _ = await asyncio.gather(query, self._refresh_addresses(run.deadline))
         hits = [hit for hit in hits if hit.hit_blocks and hit.node_id not in run.excluded]
         if not any(hit.node_id != self._node_id for hit in hits):
             return None
-        await self._refresh_addresses(run.deadline)
         now = self._clock()
         owners = [
             Owner(
@@ -423,7 +443,9 @@ class PeerPuller:
         if owner is None:
             return None
         longest = max(one.hit.hit_blocks for one in owners)
-        return _Planned(owner.hit.node_id, owner.hit.hit_blocks, longest)
+        node_id = owner.hit.node_id
+        there = LeaseOwner(node_id, self._addresses[node_id])
+        return _Planned(there, owner.hit.hit_blocks, longest)
 
     def _may_ask(self, hit: NodeHit, first: BlockHash, now: float) -> bool:
         return (
@@ -451,7 +473,7 @@ class PeerPuller:
         }
         self._addresses_until = now + self._limits.nodes_seconds
         self._forget_the_gone()
-        await self._client.retain(set(self._addresses.values()))
+        await self._leases.retain(self._addresses)
 
     def _forget_the_gone(self) -> None:
         """Nodes come and go under ever new names; nothing is kept of those no index knows."""
@@ -463,52 +485,57 @@ class PeerPuller:
     async def _pull_from(
         self,
         run: _Run,
-        node_id: NodeId,
+        owner: LeaseOwner,
         parent: BlockHash | None,
         hashes: Sequence[BlockHash],
         mine: SharedPull,
         wait_seconds: float = 0.0,
+        lent: RemoteGrant | None = None,
     ) -> None:
-        """Bring what the owner gives of the run, window by window."""
-        if run.deadline <= self._clock():
-            raise DeadlineError("no time left to ask a peer")
-        address, limits, window_blocks = (
-            self._addresses[node_id],
-            self._limits,
-            self._window_blocks(run),
-        )
+        """Bring what the owner gives of the run, window by window; the first may be `lent`."""
+        limits, window_blocks = self._limits, self._window_blocks(run)
+        unused = [lent] if lent is not None else []
 
-        speed = self._health_of(node_id).bytes_per_second(self._clock())
-
-        def ask(window: Sequence[BlockHash]) -> Coroutine[None, None, RemoteGrant]:
-            left = max(0.001, run.deadline - self._clock())
-            expected = len(window) * run.block_bytes / speed
-            needed = max(limits.lease_seconds, limits.lease_times_expected * expected)
-            seconds = min(left + limits.lease_margin_seconds, needed, LONGEST_LEASE_SECONDS)
-            timeout = min(left, limits.acquire_seconds)
-            return self._client.acquire(
-                address, run.namespace, window, seconds, timeout, wait_seconds
-            )
-
-        def give_back(remote: RemoteGrant) -> None:
-            if remote.grant.lease_id:
-                self._release_later(address, remote.grant.lease_id)
+        async def ask(window: Sequence[BlockHash]) -> RemoteGrant:
+            if unused:
+                return unused.pop()
+            left = run.deadline - self._clock()
+            if left <= 0:
+                raise DeadlineError("no time left to ask a peer")
+            wish = self._wish(run, owner.node_id, window, wait_seconds)
+            is_first = window[0] == hashes[0]
+            return await self._leases.ask(owner, wish, min(left, limits.acquire_seconds), is_first)
 
         first = 0
-        leases = LeasesAhead(ask, hashes, window_blocks, partial(self._give_back_later, address))
+        leases = LeasesAhead(
+            ask, hashes, window_blocks, partial(self._leases.give_back_later, owner)
+        )
         try:
             while (remote := await leases.next()) is not None:
                 window = hashes[first : first + window_blocks]
                 before = hashes[first - 1] if first else parent
                 try:
-                    is_whole = await self._read(run, node_id, before, window, remote, mine)
+                    is_whole = await self._read(run, owner.node_id, before, window, remote, mine)
                 finally:
-                    give_back(remote)
+                    self._leases.give_back(owner, remote)
                 if not is_whole:
                     return
                 first += len(window)
         finally:
             leases.close()
+
+    def _wish(
+        self, run: _Run, node_id: NodeId, window: Sequence[BlockHash], wait_seconds: float = 0.0
+    ) -> Wish:
+        """For the window at that owner."""
+        limits, now = self._limits, self._clock()
+        speed = self._health_of(node_id).bytes_per_second(now)
+        expected = len(window) * run.block_bytes / speed
+        needed = max(limits.lease_seconds, limits.lease_times_expected * expected)
+        left = max(0.001, run.deadline - now)
+        seconds = min(left + limits.lease_margin_seconds, needed, LONGEST_LEASE_SECONDS)
+        first_blocks = self._transfers.limits.first_blocks(run.block_bytes, run.namespace.parts)
+        return Wish(run.namespace, window, seconds, first_blocks, wait_seconds)
 
     async def _read(
         self,
@@ -544,33 +571,6 @@ class PeerPuller:
         limits = self._limits
         fitting = limits.lease_bytes // max(1, run.block_bytes)
         return min(max(fitting, limits.least_lease_blocks), limits.most_lease_blocks)
-
-    def _release_later(self, address: str, lease_id: int) -> None:
-        """End the lease without making the pull wait for the answer."""
-        task = asyncio.create_task(self._release(address, lease_id))
-        self._releases.add(task)
-        task.add_done_callback(self._releases.discard)
-
-    def _give_back_later(self, address: str, asked: asyncio.Task[RemoteGrant]) -> None:
-        """End the lease that a request may bring yet."""
-        task = asyncio.create_task(self._give_back(address, asked))
-        self._releases.add(task)
-        task.add_done_callback(self._releases.discard)
-
-    async def _give_back(self, address: str, asked: asyncio.Task[RemoteGrant]) -> None:
-        try:
-            remote = await asked
-        except EmberError as error:
-            self._count_failure(failure_reason(error), error)
-            return
-        if remote.grant.lease_id:
-            await self._release(address, remote.grant.lease_id)
-
-    async def _release(self, address: str, lease_id: int) -> None:
-        try:
-            await self._client.release(address, lease_id, self._limits.release_seconds)
-        except EmberError as error:
-            self._count_failure("release", error)  # its clock ends it
 
     def _health_of(self, node_id: NodeId) -> PeerHealth:
         health = self._health.get(node_id)

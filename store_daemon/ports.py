@@ -63,8 +63,12 @@ class PeerStore(Protocol):
         lease_seconds: float,
         requester: str,
         wait_seconds: float = 0.0,
+        ready_only: bool = False,
     ) -> PeerGrant:
-        """Lease the leading blocks; wait so long for the first one if it is not here."""
+        """Lease the leading blocks; wait so long for the first one if it is not here.
+
+        With `ready_only` those that are in DRAM, now.
+        """
         ...
 
     def peer_release(self, lease_id: int) -> None: ...

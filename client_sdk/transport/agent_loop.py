@@ -9,6 +9,7 @@ import select
 import signal
 import socket
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from client_sdk.page_entries import enter_beside, held_extents
 from client_sdk.transport import cuda_ipc
 from client_sdk.transport.lane import (
     HEADER_BYTES,
@@ -29,7 +31,7 @@ from client_sdk.transport.lane import (
     pack_frame,
     pack_places,
 )
-from client_sdk.transport.memory import DeviceMemory, Memory, parse_spec
+from client_sdk.transport.memory import DeviceMemory, HostMemory, Memory, parse_spec
 from emberkv_proto.errors import EmberError, UnavailableError
 
 MOVES_AT_ONCE = 4
@@ -181,6 +183,16 @@ class AgentLoop:
             sock.sendall(pack_frame(Reply.FAILED, f"{type(error).__name__}: {error}".encode()))
 
 
+def prefault(address: int, region: HostMemory) -> None:
+    """Take the page faults of what the file holds, before a transfer does. In a thread of its own.
+
+    Holes of the file stay holes.
+    """
+    with suppress(OSError):  # it could only have been quicker
+        extents = held_extents(region.descriptor, region.length)
+        enter_beside(address, extents, threading.Event())
+
+
 def _receive(sock: socket.socket, length: int) -> bytes | None:
     """None when the daemon has closed the lane."""
     raw = b""
@@ -199,8 +211,12 @@ def run_agent(make: Callable[[str, tuple[Memory, ...]], MovingAgent]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends us
     lanes = [socket.socket(fileno=int(number)) for number in lane_fds]
     try:
-        agent = make(name, tuple(map(parse_spec, specs.split(","))))
+        memory = tuple(map(parse_spec, specs.split(",")))
+        agent = make(name, memory)
         lanes[0].sendall(pack_frame(Reply.OK, agent.facts().pack()))
+        for address, region in zip(agent.addresses, memory, strict=True):
+            if isinstance(region, HostMemory):
+                threading.Thread(target=prefault, args=(address, region), daemon=True).start()
         AgentLoop(agent, lanes).run()
     except OSError:
         os._exit(0)  # the parent is gone

@@ -66,6 +66,7 @@ class PeerConnections(Generic[L]):
         self._slots = threading.BoundedSemaphore(limits.connections_per_peer)
         self._lock = threading.Lock()
         self._idle: list[L] = []
+        self._lent = 0
         self._is_closed = False
         self._closing = Cancellation()
 
@@ -75,6 +76,8 @@ class PeerConnections(Generic[L]):
         deadline = self._clock() + seconds
         if not self._slots.acquire(timeout=max(0.0, seconds)):
             raise DeadlineError(f"no free connection to {self.address.address} in {seconds} s")
+        with self._lock:
+            self._lent += 1
         try:
             link = self._take_idle() or self._dial(deadline, cancellation)
             try:
@@ -90,7 +93,15 @@ class PeerConnections(Generic[L]):
                 raise
             self._give_back(link)
         finally:
+            with self._lock:
+                self._lent -= 1
             self._slots.release()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether as many reads run as may."""
+        with self._lock:
+            return self._lent >= self._limits.connections_per_peer
 
     def close(self) -> None:
         """Fail reads in flight and close what is idle."""
@@ -105,6 +116,7 @@ class PeerConnections(Generic[L]):
         """Assert the bound on connections, and that nothing idles after close."""
         with self._lock:
             assert len(self._idle) <= self._limits.connections_per_peer
+            assert 0 <= self._lent <= self._limits.connections_per_peer
             assert not (self._is_closed and self._idle)
 
     def _take_idle(self) -> L | None:

@@ -2,6 +2,8 @@
 
 client: Hello (version, incarnation it wants)      server: Welcome (status, its incarnation)
 client: ReadRequest (lease, n) + n x (offset, len)  server: ReadAnswer (status, bytes) + the bytes
+client: LeaseRequest (first blocks, n) + n bytes    server: LeaseAnswer (status, m, bytes) + m bytes
+                                                    + the first blocks' bytes
 
 Bytes follow in the order of the segments, without gaps. A status other than OK carries none.
 After MALFORMED the server closes; after REFUSED the connection goes on.
@@ -19,10 +21,14 @@ from emberkv_proto.errors import FrameError
 from emberkv_proto.types import Incarnation
 
 MAGIC = b"EMBRTCP\0"
+LEASE_MAGIC = b"EMBRLSE\0"
+"""Of a lease request, between read requests: only to servers that said they take them."""
 VERSION = 2
 """2: what a block's bytes are compared with is XXH3-64."""
 MAX_SEGMENTS = 4096
 MAX_READ_BYTES = 1 << 32
+MAX_LEASE_BYTES = 4 << 20
+"""Of a lease request, and of what answers it."""
 
 _HELLO = struct.Struct("<8sIIQ")
 _REQUEST = struct.Struct("<8sQII")
@@ -79,6 +85,46 @@ class RequestHeader:
 
 
 @dataclass(frozen=True, slots=True)
+class LeaseRequest:
+    """Asks for a lease, in words that are not this protocol's, and for bytes right behind it."""
+
+    first_blocks: int
+    """So many leading blocks of what is lent are sent behind the answer."""
+    body_bytes: int
+
+    def pack(self) -> bytes:
+        return _REQUEST.pack(LEASE_MAGIC, self.first_blocks, self.body_bytes, 0)
+
+    @staticmethod
+    def unpack(raw: bytes | bytearray) -> LeaseRequest:
+        """Raises FrameError on a wrong magic or a body over MAX_LEASE_BYTES."""
+        magic, first_blocks, body_bytes, _ = _REQUEST.unpack(raw)
+        check_magic(magic, LEASE_MAGIC)
+        return LeaseRequest(first_blocks, _lease_bytes(body_bytes))
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseAnswer:
+    """FAILED: the body tells the error."""
+
+    status: Status
+    body_bytes: int
+    payload_bytes: int
+
+    def pack(self) -> bytes:
+        return _ANSWER.pack(LEASE_MAGIC, self.status, self.body_bytes, self.payload_bytes)
+
+    @staticmethod
+    def unpack(raw: bytes | bytearray) -> LeaseAnswer:
+        """Raises FrameError."""
+        magic, status, body_bytes, payload_bytes = _ANSWER.unpack(raw)
+        check_magic(magic, LEASE_MAGIC)
+        if payload_bytes > MAX_READ_BYTES:
+            raise FrameError(f"{payload_bytes} bytes behind a lease are over {MAX_READ_BYTES}")
+        return LeaseAnswer(_status(status), _lease_bytes(body_bytes), payload_bytes)
+
+
+@dataclass(frozen=True, slots=True)
 class RemoteRange:
     offset: int
     length: int
@@ -114,6 +160,12 @@ def unpack_ranges(raw: bytes | bytearray, region_bytes: int) -> list[RemoteRange
     if sum(wanted.length for wanted in ranges) > MAX_READ_BYTES:
         raise FrameError(f"read is over the limit of {MAX_READ_BYTES} bytes")
     return ranges
+
+
+def _lease_bytes(value: int) -> int:
+    if value > MAX_LEASE_BYTES:
+        raise FrameError(f"a lease in {value} bytes is over {MAX_LEASE_BYTES}")
+    return value
 
 
 def _status(value: int) -> Status:

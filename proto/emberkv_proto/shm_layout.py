@@ -18,8 +18,11 @@ from __future__ import annotations
 
 import struct
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+
+import numpy as np
 
 from emberkv_proto.errors import CorruptionError
 from emberkv_proto.types import SALT_ID_BYTES, BlockHash, NamespaceId, SaltId
@@ -50,6 +53,15 @@ STATE_OFFSET = 4
 """Where the state word stands in a slot header."""
 _CRC_BEFORE_LENGTH = zlib.crc32(struct.pack("<II", SLOT_MAGIC, 0))
 _NO_PARENT = bytes(32)
+_SLOTS = np.dtype(
+    {
+        "names": ["magic", "state", "length", "checksum", "generation", "hash", "parent", "crc"],
+        "formats": ["<u4", "<u4", "<u8", "<u8", "<u8", "S32", "S32", "<u4"],
+        "offsets": [0, STATE_OFFSET, 8, 16, 24, 40, 72, _SLOT.size],
+        "itemsize": SLOT_HEADER_BYTES,
+    }
+)
+"""`_SLOT` and its crc, of a slot without a salt id."""
 
 
 class SlotState(IntEnum):
@@ -217,6 +229,32 @@ def pack_slot(
     )
     crc = _CRC.pack(zlib.crc32(body[8:], _CRC_BEFORE_LENGTH))
     return body + crc if salt_id is None else body + crc + salt_id
+
+
+def pack_slots(
+    state: SlotState,
+    hashes: Sequence[BlockHash],
+    parents: Sequence[BlockHash | None],
+    length: int,
+    checksums: Sequence[int],
+    generation: int,
+) -> bytes:
+    """`pack_slot` for neighbours without salt ids, each filled up to SLOT_HEADER_BYTES."""
+    headers = np.zeros(len(hashes), _SLOTS)
+    headers["magic"] = SLOT_MAGIC
+    headers["state"] = state
+    headers["length"] = length
+    headers["checksum"] = checksums
+    headers["generation"] = generation
+    headers["hash"] = np.frombuffer(b"".join(hashes), "S32")
+    headers["parent"] = np.frombuffer(b"".join([p or _NO_PARENT for p in parents]), "S32")
+    packed = headers.view(np.uint8).data
+    crc32, size = zlib.crc32, _SLOT.size
+    headers["crc"] = [
+        crc32(packed[at + 8 : at + size], _CRC_BEFORE_LENGTH)
+        for at in range(0, len(packed), SLOT_HEADER_BYTES)
+    ]
+    return headers.tobytes()
 
 
 def salt_crc(salt_id: bytes) -> int:

@@ -30,6 +30,44 @@ MayRead = Callable[[int, int, int], bool]
 
 
 @dataclass(frozen=True, slots=True)
+class Lent:
+    """A lease that was given, and what of it is sent at once."""
+
+    answer: bytes
+    lease_id: int
+    first: Sequence[PoolRange]
+    give_back: Callable[[], None]
+    """End the lease: who asked has gone without the answer. From any thread."""
+
+
+Lend = Callable[[bytes, int], Lent]
+"""(request, first blocks) -> what is lent. Any thread calls it, and waits. Raises EmberError."""
+
+
+class FirstBytes(Protocol):
+    """What comes behind a lease's answer. Either take it or abandon it, in every case."""
+
+    @property
+    def byte_count(self) -> int: ...
+
+    def take(
+        self, segments: Sequence[Segment], deadline_seconds: float, cancellation: Cancellation
+    ) -> Sequence[int]:
+        """Fill the local ranges, of `byte_count` bytes in all. As `Transport.read`."""
+        ...
+
+    def abandon(self) -> None:
+        """They die with their connection. Quick; no more than once taken."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseReply:
+    answer: bytes
+    first: FirstBytes | None
+
+
+@dataclass(frozen=True, slots=True)
 class Capabilities:
     """What a transport can do, for those who choose one and for `doctor`."""
 
@@ -68,8 +106,11 @@ class Transport(Protocol):
         """Name the local pool, once, before anything else. Writable bytes; held until shutdown."""
         ...
 
-    def serve(self, may_read: MayRead) -> TransportAddress:
-        """Let peers read the registered region wherever `may_read` agrees."""
+    def serve(self, may_read: MayRead, lend: Lend | None = None) -> TransportAddress:
+        """Let peers read the registered region wherever `may_read` agrees.
+
+        With `lend`, they may ask for leases at the same address.
+        """
         ...
 
     def connect(self, address: TransportAddress) -> Peer:
@@ -97,6 +138,26 @@ class Transport(Protocol):
             InvalidRequestError: a range is outside the local region, or there are too many.
             UnavailableError: the peer is away, or (ReadCancelledError) the read was cancelled.
         """
+        ...
+
+    def ask_lease(
+        self,
+        peer: Peer,
+        request: bytes,
+        first_blocks: int,
+        deadline_seconds: float,
+        cancellation: Cancellation,
+    ) -> LeaseReply:
+        """Ask an owner that lends at its transport's address. Blocks.
+
+        The first blocks' bytes come behind, where this transport has them come that way.
+
+        Raises as `read`; UnavailableError also when the owner does not lend so, whyever: gRPC says.
+        """
+        ...
+
+    def is_busy(self, peer: Peer) -> bool:
+        """Whether `ask_lease` would have to wait for reads to end."""
         ...
 
     def close(self, peer: Peer) -> None:

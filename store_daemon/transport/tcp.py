@@ -26,8 +26,6 @@ from client_sdk.transport.connections import (
 )
 from client_sdk.transport.frames import (
     ANSWER_BYTES,
-    MAX_READ_BYTES,
-    MAX_SEGMENTS,
     AnswerHeader,
     Status,
     pack_request,
@@ -40,7 +38,15 @@ from emberkv_proto.errors import (
     UnavailableError,
 )
 from emberkv_proto.types import Incarnation
-from store_daemon.transport.base import Capabilities, MayRead, TransportReport
+from store_daemon.transport.base import (
+    Capabilities,
+    LeaseReply,
+    Lend,
+    MayRead,
+    TransportReport,
+)
+from store_daemon.transport.ranges import checked_total, receive_segments
+from store_daemon.transport.tcp_leases import ask_lease
 from store_daemon.transport.tcp_server import OtherProtocols, RegionServer, ServeLimits
 
 SERVED_WITH_TCP = ("tcp", "ucx", "ucp")
@@ -97,7 +103,7 @@ class TcpTransport:
             raise InvalidRequestError("the region must be writable and contiguous")
         self._region = region.cast("B")
 
-    def serve(self, may_read: MayRead) -> TransportAddress:
+    def serve(self, may_read: MayRead, lend: Lend | None = None) -> TransportAddress:
         self._server = RegionServer(
             self._need_region(),
             self._incarnation,
@@ -105,6 +111,7 @@ class TcpTransport:
             self._serve_limits,
             self._clock,
             self._others,
+            lend,
         )
         port = self._server.start(self._host, self._port)
         return TransportAddress(
@@ -134,10 +141,12 @@ class TcpTransport:
         deadline_seconds: float,
         cancellation: Cancellation,
     ) -> Sequence[int]:
-        region = self._need_region()
-        total = checked_total(segments, len(region))
+        total = checked_total(segments, len(self._need_region()))
         assert isinstance(peer, PeerConnections)
-        with self._reading(), peer.connection(deadline_seconds, cancellation) as link:
+        with (
+            self._reading() as region,
+            peer.connection(deadline_seconds, cancellation) as link,
+        ):
             connection = link.sock
             connection.send(pack_request(lease_id, segments))
             answer = AnswerHeader.unpack(connection.receive(ANSWER_BYTES))
@@ -147,12 +156,22 @@ class TcpTransport:
                 )
             if answer.status is not Status.OK or answer.payload_bytes != total:
                 raise FrameError(f"{peer.address.address} answered {answer}; wanted {total} bytes")
-            sums = []
-            for segment in segments:
-                end = segment.local_offset + segment.length
-                with region[segment.local_offset : end] as view:
-                    sums.append(connection.receive_summed(view))
-            return sums
+            return receive_segments(connection, region, segments)
+
+    def ask_lease(
+        self,
+        peer: Peer,
+        request: bytes,
+        first_blocks: int,
+        deadline_seconds: float,
+        cancellation: Cancellation,
+    ) -> LeaseReply:
+        assert isinstance(peer, PeerConnections)
+        return ask_lease(peer, request, first_blocks, deadline_seconds, cancellation, self._reading)
+
+    def is_busy(self, peer: Peer) -> bool:
+        assert isinstance(peer, PeerConnections)
+        return peer.is_busy
 
     def close(self, peer: Peer) -> None:
         assert isinstance(peer, PeerConnections)
@@ -192,14 +211,15 @@ class TcpTransport:
             self._server.check_integrity()
 
     @contextmanager
-    def _reading(self) -> Iterator[None]:
+    def _reading(self) -> Iterator[memoryview]:
         """Keep the region until the body has ended."""
         with self._lock:
             if self._is_shut_down:
                 raise UnavailableError("the transport is shut down")
+            region = self._need_region()
             self._reads += 1
         try:
-            yield
+            yield region
         finally:
             with self._lock:
                 self._reads -= 1
@@ -209,17 +229,3 @@ class TcpTransport:
         if self._region is None:
             raise UnavailableError("no region is registered")
         return self._region
-
-
-def checked_total(segments: Sequence[Segment], region_bytes: int) -> int:
-    if not 1 <= len(segments) <= MAX_SEGMENTS:
-        raise InvalidRequestError(f"read of {len(segments)} segments; wanted 1..{MAX_SEGMENTS}")
-    for segment in segments:
-        if min(segment.local_offset, segment.remote_offset) < 0 or segment.length < 1:
-            raise InvalidRequestError(f"{segment} has a negative offset or no length")
-        if segment.local_offset + segment.length > region_bytes:
-            raise InvalidRequestError(f"{segment} is outside the pool of {region_bytes} bytes")
-    total = sum(segment.length for segment in segments)
-    if total > MAX_READ_BYTES:
-        raise InvalidRequestError(f"read of {total} bytes is over {MAX_READ_BYTES}")
-    return total

@@ -14,6 +14,7 @@ from typing import Protocol
 from client_sdk import faults
 from client_sdk.transport.frames import (
     HELLO_BYTES,
+    LEASE_MAGIC,
     MAGIC,
     REQUEST_BYTES,
     SEGMENT_BYTES,
@@ -27,7 +28,9 @@ from client_sdk.transport.frames import (
 from client_sdk.transport.timed_socket import Clock, TimedSocket
 from emberkv_proto.errors import EmberError, FrameError, UnavailableError
 from emberkv_proto.types import Incarnation
-from store_daemon.transport.base import MayRead
+from store_daemon.ports import PoolRange
+from store_daemon.transport.base import Lend, MayRead
+from store_daemon.transport.tcp_leases import answer_lease
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +39,8 @@ log = logging.getLogger(__name__)
 class ServeLimits:
     """Bounds on what readers can make this node hold."""
 
-    connections: int = 64
+    connections: int = 96
+    """Thirty-two readers: two each for reads, and over ucx one for leases."""
     idle_seconds: float = 30.0
     progress_seconds: float = 2.0
     """A reader that takes or gives no byte for this long is dropped."""
@@ -70,7 +74,9 @@ class RegionServer:
         limits: ServeLimits,
         clock: Clock = time.monotonic,
         others: OtherProtocols | None = None,
+        lend: Lend | None = None,
     ) -> None:
+        self._lend = lend
         self._others = {} if others is None else others
         self._region = region
         self._incarnation = incarnation
@@ -189,8 +195,12 @@ class RegionServer:
         return is_ours
 
     def _answer(self, connection: TimedSocket) -> None:
+        request = connection.receive(REQUEST_BYTES)
+        if self._lend is not None and request.startswith(LEASE_MAGIC):
+            answer_lease(connection, request, self._lend, self._send_range)
+            return
         try:
-            header = RequestHeader.unpack(connection.receive(REQUEST_BYTES))
+            header = RequestHeader.unpack(request)
             raw = connection.receive(header.segments * SEGMENT_BYTES)
             ranges = unpack_ranges(raw, len(self._region))
         except FrameError:
@@ -207,11 +217,13 @@ class RegionServer:
         connection.send(AnswerHeader(Status.OK, total).pack(), socket.MSG_MORE)
         for wanted in ranges:
             self._send_range(connection, lease_id, wanted)
-        self.served_bytes += total
 
-    def _send_range(self, connection: TimedSocket, lease_id: int, wanted: RemoteRange) -> None:
+    def _send_range(
+        self, connection: TimedSocket, lease_id: int, wanted: RemoteRange | PoolRange
+    ) -> None:
         if not self._may_read(lease_id, wanted.offset, wanted.length):
             self.refused_reads += 1
             raise UnavailableError(f"lease {lease_id} ended while it was read")
         with self._region[wanted.offset : wanted.offset + wanted.length] as view:
             connection.send(view)
+        self.served_bytes += wanted.length

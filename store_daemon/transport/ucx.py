@@ -43,8 +43,16 @@ from emberkv_proto.errors import (
     UnavailableError,
 )
 from emberkv_proto.types import Incarnation
-from store_daemon.transport.base import BeginWrite, Capabilities, MayRead, TransportReport
-from store_daemon.transport.tcp import TcpTransport, checked_total
+from store_daemon.transport.base import (
+    BeginWrite,
+    Capabilities,
+    LeaseReply,
+    Lend,
+    MayRead,
+    TransportReport,
+)
+from store_daemon.transport.ranges import checked_total
+from store_daemon.transport.tcp import TcpTransport
 from store_daemon.transport.tcp_server import OtherProtocol, ServeLimits
 from store_daemon.transport.ucx_place_server import PlaceServer
 from store_daemon.transport.ucx_server import PushServer
@@ -161,7 +169,7 @@ class UcxTransport:
             " ".join(self.transports),
         )
 
-    def serve(self, may_read: MayRead) -> TransportAddress:
+    def serve(self, may_read: MayRead, lend: Lend | None = None) -> TransportAddress:
         self._serving = self._agents("owner", self._settings.serving_agents)
         self._push_server = self._others[self.magic] = self.server_class(
             self._pool_bytes, self._incarnation, self._serving, self._serve_limits, self._clock
@@ -178,7 +186,7 @@ class UcxTransport:
                 self._clock,
             )
             _first(self._taking)
-        plain = self._tcp.serve(may_read)
+        plain = self._tcp.serve(may_read, lend)
         return TransportAddress(self.name, plain.address, plain.incarnation)
 
     def connect(self, address: TransportAddress) -> Peer:
@@ -236,6 +244,22 @@ class UcxTransport:
                 return self._read_plainly(peer.plain, lease_id, segments, left, cancellation)
             else:
                 return None
+
+    def ask_lease(
+        self,
+        peer: Peer,
+        request: bytes,
+        first_blocks: int,
+        deadline_seconds: float,
+        cancellation: Cancellation,
+    ) -> LeaseReply:
+        """As `Transport.ask_lease`. Bytes come with it only from an owner without UCX."""
+        if isinstance(peer, UcxPeer):
+            return self._tcp.ask_lease(peer.plain, request, 0, deadline_seconds, cancellation)
+        return self._tcp.ask_lease(peer, request, first_blocks, deadline_seconds, cancellation)
+
+    def is_busy(self, peer: Peer) -> bool:
+        return self._tcp.is_busy(peer.plain if isinstance(peer, UcxPeer) else peer)
 
     def close(self, peer: Peer) -> None:
         if not isinstance(peer, UcxPeer):

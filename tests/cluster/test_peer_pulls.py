@@ -6,71 +6,34 @@ import asyncio
 import socket
 import time
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from emberkv_proto.errors import UnavailableError
-from emberkv_proto.types import BlockHash, Incarnation, NodeId
+from emberkv_proto.types import Incarnation, NodeId
 from store_daemon.failed_fetches import FailedFetches
 from store_daemon.peer_health import HealthLimits
-from store_daemon.peer_transfer import TransferLimits
-from store_daemon.peers import PeerPuller, PullLimits
+from store_daemon.peers import PullLimits
 from store_daemon.ports import Followed
 from store_daemon.pull_plan import PullCosts
-from store_daemon.transport.tcp import ReadLimits, TcpTransport
-from tests.helpers.anonymous_pool import AnonymousPool
 from tests.helpers.peer_doubles import (
-    MemoryIndex,
-    MemoryTarget,
     chain,
     small_namespace,
     took_at_most,
 )
 from tests.helpers.peer_node import PeerNode, peer_node
 from tests.helpers.ports import refusing_port
+from tests.helpers.pulling_node import (
+    BLOCKS,
+    NAMESPACE,
+    OPEN_SECONDS,
+    Here,
+    assert_no_lease_is_left,
+    pulling_node,
+)
 from tests.helpers.waiting import until
-
-NAMESPACE = small_namespace()
-BLOCKS = 40
-OPEN_SECONDS = 60.0
-"""Of breakers, and of what is remembered of failures; tests skip it."""
-MIB = 1 << 20
-
-
-class SkippingClock:
-    """The time, of which a test may skip some."""
-
-    def __init__(self) -> None:
-        self._skipped = 0.0
-
-    def __call__(self) -> float:
-        return time.monotonic() + self._skipped
-
-    def skip(self, seconds: float) -> None:
-        self._skipped += seconds
-
-
-@dataclass
-class Here:
-    puller: PeerPuller
-    index: MemoryIndex
-    target: MemoryTarget
-    owner: PeerNode
-    hashes: list[BlockHash]
-    transport: TcpTransport
-    clock: SkippingClock
-
-    async def pull(self, blocks: int = BLOCKS, deadline: float = 30.0) -> int:
-        return await self.puller.pull(NAMESPACE, None, self.hashes[:blocks], self.target, deadline)
-
-    @property
-    def failures(self) -> dict[str, int]:
-        return dict(self.puller.counters.failures)
-
-    async def has_landed_some(self) -> None:
-        await until(lambda: bool(self.target.landed))
 
 
 @pytest.fixture
@@ -81,42 +44,8 @@ def owner() -> Iterator[PeerNode]:
 
 @pytest.fixture
 async def here(owner: PeerNode) -> AsyncIterator[Here]:
-    hashes = chain(NAMESPACE, BLOCKS)
-    owner.store.put(hashes)
-    index = MemoryIndex()
-    index.holds("peer", owner.grpc_address, hashes)
-    with AnonymousPool(8 * MIB) as pool:
-        target = MemoryTarget(pool.view, NAMESPACE)
-        transport = TcpTransport(Incarnation(8), read_limits=ReadLimits(progress_seconds=20.0))
-        transport.register(pool.view)
-        clock = SkippingClock()
-        puller = PeerPuller(
-            NodeId("here"),
-            pool.view,
-            index,
-            transport,
-            limits=PullLimits(
-                nodes_seconds=0.01, failed_block_seconds=0.0, failed_peer_seconds=0.0
-            ),
-            transfer_limits=TransferLimits(blocks_per_read=4),
-            health_limits=HealthLimits(open_seconds=OPEN_SECONDS, memory_seconds=0.0),
-            clock=clock,
-        )
-        yield Here(puller, index, target, owner, hashes, transport, clock)
-        puller.check_integrity()
-        await puller.close()
-        puller.check_integrity()
-        transport.shutdown()
-        target.check()
-        await assert_no_lease_is_left(owner)
-
-
-async def assert_no_lease_is_left(owner: PeerNode) -> None:
-    """Releases follow a pull in the background."""
-    deadline = time.monotonic() + 30
-    while owner.store.leases and time.monotonic() < deadline:  # noqa: ASYNC110 - another loop
-        await asyncio.sleep(0.01)
-    assert not owner.store.leases
+    async with pulling_node(owner) as node:
+        yield node
 
 
 async def test_pull_lands_the_whole_run_byte_for_byte(here: Here) -> None:
@@ -150,6 +79,7 @@ async def test_nobody_or_only_ourselves_or_a_node_that_is_not_ok_is_no_pull(here
     here.index.holds("here", here.owner.grpc_address, other)
     assert await here.puller.pull(NAMESPACE, None, other, here.target, 1.0) == 0
     here.index.states[NodeId("peer")] = "suspect"
+    here.clock.skip(1)  # nodes are looked up anew
     assert await here.pull() == 0
     assert (here.puller.counters.unheld, here.puller.counters.pulls) == (3, 0)
 
@@ -510,14 +440,14 @@ async def test_nothing_is_kept_of_a_node_that_no_index_knows_any_more(here: Here
 async def test_followed_node_that_has_just_come_back_is_tried_again(
     here: Here, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain, left = here.puller._client.acquire, [UnavailableError("refused")] * 2
+    plain, left = here.puller._leases._client.acquire, [UnavailableError("refused")] * 2
 
     async def acquire(*arguments: Any) -> Any:
         if left:
             raise left.pop()
         return await plain(*arguments)
 
-    monkeypatch.setattr(here.puller._client, "acquire", acquire)
+    monkeypatch.setattr(here.puller._leases._client, "acquire", acquire)
     assert await follow(here) == BLOCKS
     assert here.failures == {"unavailable": 2}
     here.puller.check_integrity()

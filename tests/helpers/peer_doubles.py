@@ -112,6 +112,8 @@ class MemoryPeerStore:
         self.granted = 0
         self.lies: set[BlockHash] = set()
         """Blocks whose checksum is reported wrong."""
+        self.ready_blocks = 1 << 30
+        """As many leading blocks of any run are in DRAM, the others on SSD."""
         self.may_read_hook: Callable[[], None] = lambda: None
         self._held: frozenset[int] = frozenset()
         self._go_on = threading.Event()
@@ -144,9 +146,12 @@ class MemoryPeerStore:
         lease_seconds: float,
         requester: str,
         wait_seconds: float = 0.0,
+        ready_only: bool = False,
     ) -> PeerGrant:
+        if ready_only:
+            hashes = hashes[: self.ready_blocks]
         deadline = time.monotonic() + wait_seconds
-        while hashes[0] not in self._blocks and time.monotonic() < deadline:  # noqa: ASYNC110
+        while hashes and hashes[0] not in self._blocks and time.monotonic() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
         if namespace_id != self._namespace.id:
             raise UnknownNamespaceError(f"namespace {namespace_id.hex()} is not here")

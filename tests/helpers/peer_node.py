@@ -12,12 +12,14 @@ from google.protobuf.message import Message
 
 from client_sdk.operator_gate import OperatorGate
 from client_sdk.tls import Tls
+from client_sdk.transport.base import TransportAddress
 from emberkv_proto.errors import UnknownNamespaceError
 from emberkv_proto.layout import Namespace
 from emberkv_proto.types import BlockHash, Incarnation, NamespaceId, NodeId
 from emberkv_proto.v1 import store_pb2
 from store_daemon.config import DaemonSection
 from store_daemon.grpc_server import GrpcParts, GrpcServer
+from store_daemon.lease_desk import LeaseDesk
 from store_daemon.life import Life
 from store_daemon.operator_server import OperatorCalls
 from store_daemon.ports import Followed, Hinted
@@ -37,6 +39,8 @@ class PeerNode:
     residency: MemoryResidency
     grpc_address: str
     loop: asyncio.AbstractEventLoop
+    desk: LeaseDesk
+    address: TransportAddress
 
 
 async def _status(request: store_pb2.StatusRequest) -> Message:
@@ -82,16 +86,24 @@ def peer_node(
         stopping: list[asyncio.Event] = []
 
         async def serve() -> None:
-            address = transport.serve(store.may_read)
+            desk = LeaseDesk(store)
+            address = transport.serve(store.may_read, desk.lend)
             settings = DaemonSection(grpc_port=0)
+            ticket = desk.ticket if tls is None else b""
             server = GrpcServer(settings, Life(NodeId("peer")), OperatorGate(), tls)
             grpc_address = await server.start()
-            server.open_to(GrpcParts(publisher, store, NoHints(), address, OPERATORS))
+            server.open_to(
+                GrpcParts(publisher, store, NoHints(), address, OPERATORS, ticket=ticket)
+            )
             loop = asyncio.get_running_loop()
-            nodes.append(PeerNode(store, transport, publisher, residency, grpc_address, loop))
+            nodes.append(
+                PeerNode(store, transport, publisher, residency, grpc_address, loop, desk, address)
+            )
             stopping.append(asyncio.Event())
             started.set()
             await stopping[0].wait()
+            desk.close()
+            desk.check_integrity()
             await server.stop(0.1)
 
         thread = threading.Thread(target=asyncio.run, args=(serve(),), name="peer-node")

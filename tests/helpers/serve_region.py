@@ -9,27 +9,30 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import struct
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from client_sdk.transport.base import TransportAddress
+from client_sdk.transport.base import Segment, TransportAddress
 from client_sdk.transport.connections import ReadLimits
 from client_sdk.transport.ucx_settings import Rdma, UcxSettings
 from emberkv_proto.types import Incarnation
-from store_daemon.transport.base import Transport
+from store_daemon.ports import PoolRange
+from store_daemon.transport.base import Lent, Transport
 from store_daemon.transport.tcp import TcpTransport
 from store_daemon.transport.ucp import UcpTransport
 from store_daemon.transport.ucx import UcxTransport
 from tests.helpers.anonymous_pool import AnonymousPool
 
 LEASE = 7
+_RANGE = struct.Struct("<QQ")
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -65,6 +68,16 @@ def ucx_settings(kind: str) -> UcxSettings:
     assert kind == "ucx-read"
     # Without plain TCP to fall back on, so that what is tested is what is meant.
     return UcxSettings(Rdma.REQUIRED, reading_agents=1, one_sided=("cma",), tls="tcp,self,cma")
+
+
+def lend(request: bytes, first_blocks: int) -> Lent:
+    """A lease over the ranges that the request names, as `pack_ranges` did; all are sent."""
+    ranges = [PoolRange(*numbers) for numbers in _RANGE.iter_unpack(request)]
+    return Lent(request, LEASE, ranges[:first_blocks], lambda: None)
+
+
+def pack_ranges(segments: Sequence[Segment]) -> bytes:
+    return b"".join(_RANGE.pack(one.remote_offset, one.length) for one in segments)
 
 
 def seeded_bytes(seed: int, size: int) -> bytes:
@@ -127,7 +140,7 @@ def main() -> None:
     pool = AnonymousPool(args.size)
     pool.view[:] = seeded_bytes(args.seed, args.size)
     transport = make_transport(args.kind, Incarnation(3), pool)
-    address = transport.serve(may_read)
+    address = transport.serve(may_read, lend)
     print(address.transport, address.address, address.incarnation, flush=True)
     sys.stdin.read()  # ends with whoever started it, however that ends
     os._exit(0)

@@ -26,7 +26,8 @@ from tests.helpers.cluster import (
 from tests.helpers.network import TwoHosts, two_hosts
 
 pytestmark = pytest.mark.process
-BLOCKS = 24
+BLOCKS = 150
+"""More than two reads of a pull take at a time."""
 PULL_SECONDS = 4.0
 
 
@@ -34,7 +35,7 @@ class HostedNode(NodeProcess):
     """A node in a network namespace; others reach its blocks over the data link only."""
 
     def __init__(self, directory: Path, side: str, hosts: TwoHosts, settings: dict[str, Any]):
-        super().__init__(directory / side, f"node-{side}", 60, 0, settings)
+        super().__init__(directory / side, f"node-{side}", 200, 0, settings)
         self._hosts, self._side = hosts, side
         port = self.grpc_address.rpartition(":")[2]
         self.grpc_address = f"{hosts.control(side)}:{port}"

@@ -52,7 +52,12 @@ SLACK_SECONDS = 8.0
 CALM_SECONDS = 0.2
 IDLE_LINKS = 4
 """Connections to one owner that may be kept, two for each way; more would be a leak."""
-OWN_COUNTS = {"tcp": None, "ucx": "pushed_bytes", "ucx-read": "one_sided_bytes"}
+OWN_COUNTS = {
+    "tcp": None,
+    "ucx": "pushed_bytes",
+    "ucx-read": "one_sided_bytes",
+    "ucp": "pushed_bytes",
+}
 """Which of the transport's counts grows when it works as meant; None: reads succeed."""
 
 

@@ -32,7 +32,7 @@ from emberkv_proto.errors import EmberError
 from emberkv_proto.types import Incarnation
 from store_daemon.transport.base import Transport
 from tests.helpers.anonymous_pool import AnonymousPool
-from tests.helpers.serve_region import LEASE, make_transport, seeded_bytes
+from tests.helpers.serve_region import LEASE, make_transport, pack_ranges, seeded_bytes
 
 KIB = 1 << 10
 SLOT_BYTES, GUARD_BYTES, SLOTS = 192 * KIB, 4 * KIB, 48
@@ -143,10 +143,12 @@ class Reader:
         # Some begin with a handshake, so that blows land there too.
         is_fresh = choice.random() < 0.25
         peer = self._transport.connect(self._address) if is_fresh else self._peer
+        # Some ask for a lease first, and some of these take what comes right behind it.
+        asks_lease = choice.random() < 0.5
         begun = time.monotonic()
         error: EmberError | None = None
         try:
-            self._transport.read(peer, LEASE, segments, DEADLINE_SECONDS, Cancellation())
+            self._read(peer, segments, asks_lease)
         except EmberError as raised:
             error = raised
         overrun = time.monotonic() - begun - DEADLINE_SECONDS
@@ -167,6 +169,22 @@ class Reader:
                 tally.good += 1
             else:
                 tally.failed[type(error).__name__] += 1
+
+    def _read(self, peer: Peer, segments: list[Segment], asks_lease: bool) -> None:
+        until = time.monotonic() + DEADLINE_SECONDS
+        if asks_lease:
+            request, first_blocks = pack_ranges(segments), len(segments)
+            reply = self._transport.ask_lease(
+                peer, request, first_blocks, DEADLINE_SECONDS, Cancellation()
+            )
+            if reply.answer != request:
+                raise AssertionError("the owner answered another request")
+            if reply.first is not None:
+                left = max(0.0, until - time.monotonic())
+                reply.first.take(segments, left, Cancellation())
+                return
+        left = until - time.monotonic()
+        self._transport.read(peer, LEASE, segments, left, Cancellation())
 
     def _segment(self, slot: int, choice: random.Random) -> Segment:
         """Not the whole slot: bytes beside the range are watched like those of other slots."""

@@ -457,21 +457,25 @@ class ReloadResponse(_message.Message):
     def __init__(self, changed: _Optional[_Iterable[str]] = ..., needs_restart: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class PeerAcquireRequest(_message.Message):
-    __slots__ = ("namespace_id", "hashes", "lease_seconds", "requester", "wait_seconds")
+    __slots__ = ("namespace_id", "hashes", "lease_seconds", "requester", "wait_seconds", "ready_only", "ticket")
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
     HASHES_FIELD_NUMBER: _ClassVar[int]
     LEASE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     REQUESTER_FIELD_NUMBER: _ClassVar[int]
     WAIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    READY_ONLY_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
     namespace_id: bytes
     hashes: bytes
     lease_seconds: float
     requester: str
     wait_seconds: float
-    def __init__(self, namespace_id: _Optional[bytes] = ..., hashes: _Optional[bytes] = ..., lease_seconds: _Optional[float] = ..., requester: _Optional[str] = ..., wait_seconds: _Optional[float] = ...) -> None: ...
+    ready_only: bool
+    ticket: bytes
+    def __init__(self, namespace_id: _Optional[bytes] = ..., hashes: _Optional[bytes] = ..., lease_seconds: _Optional[float] = ..., requester: _Optional[str] = ..., wait_seconds: _Optional[float] = ..., ready_only: bool = ..., ticket: _Optional[bytes] = ...) -> None: ...
 
 class PeerAcquireResponse(_message.Message):
-    __slots__ = ("lease_id", "incarnation", "transport", "transport_address", "usable_blocks", "parts", "offsets", "lengths", "checksums", "salt_ids")
+    __slots__ = ("lease_id", "incarnation", "transport", "transport_address", "usable_blocks", "parts", "offsets", "lengths", "checksums", "salt_ids", "ticket")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
@@ -482,6 +486,7 @@ class PeerAcquireResponse(_message.Message):
     LENGTHS_FIELD_NUMBER: _ClassVar[int]
     CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
     SALT_IDS_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
     lease_id: int
     incarnation: int
     transport: str
@@ -492,7 +497,8 @@ class PeerAcquireResponse(_message.Message):
     lengths: bytes
     checksums: bytes
     salt_ids: bytes
-    def __init__(self, lease_id: _Optional[int] = ..., incarnation: _Optional[int] = ..., transport: _Optional[str] = ..., transport_address: _Optional[str] = ..., usable_blocks: _Optional[int] = ..., parts: _Optional[int] = ..., offsets: _Optional[bytes] = ..., lengths: _Optional[bytes] = ..., checksums: _Optional[bytes] = ..., salt_ids: _Optional[bytes] = ...) -> None: ...
+    ticket: bytes
+    def __init__(self, lease_id: _Optional[int] = ..., incarnation: _Optional[int] = ..., transport: _Optional[str] = ..., transport_address: _Optional[str] = ..., usable_blocks: _Optional[int] = ..., parts: _Optional[int] = ..., offsets: _Optional[bytes] = ..., lengths: _Optional[bytes] = ..., checksums: _Optional[bytes] = ..., salt_ids: _Optional[bytes] = ..., ticket: _Optional[bytes] = ...) -> None: ...
 
 class PeerReleaseRequest(_message.Message):
     __slots__ = ("lease_id",)

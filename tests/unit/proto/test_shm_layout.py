@@ -21,6 +21,8 @@ from emberkv_proto.shm_layout import (
     SlotHeader,
     SlotState,
     align_up,
+    pack_slot,
+    pack_slots,
     pack_state,
     slots_offset,
     slots_per_extent,
@@ -120,3 +122,29 @@ def test_slots_of_an_extent_are_aligned_and_as_many_as_fit(
         assert slots_offset(count) >= EXTENT_HEADER_BYTES + count * SLOT_HEADER_BYTES
         assert slots_offset(count) + count * slot <= extent_bytes
     assert slots_offset(count + 1) + (count + 1) * slot > extent_bytes
+
+
+HASH = st.binary(min_size=32, max_size=32).map(BlockHash)
+U64 = st.integers(0, 2**64 - 1)
+
+
+@given(
+    st.lists(st.tuples(HASH, st.none() | HASH, U64), min_size=1, max_size=20),
+    st.sampled_from(SlotState),
+    U64,
+    U64,
+)
+def test_headers_of_neighbours_are_those_that_are_packed_one_by_one(
+    blocks: list[tuple[BlockHash, BlockHash | None, int]],
+    state: SlotState,
+    length: int,
+    generation: int,
+) -> None:
+    hashes, parents, checksums = map(list, zip(*blocks, strict=True))
+    packed = pack_slots(state, hashes, parents, length, checksums, generation)
+    assert packed == b"".join(
+        pack_slot(state, block_hash, parent, length, checksum, generation).ljust(
+            SLOT_HEADER_BYTES, b"\0"
+        )
+        for block_hash, parent, checksum in blocks
+    )

@@ -65,12 +65,32 @@ def test_it_is_the_median_of_the_last_reads_that_are_remembered(
 def test_line_tells_setup_from_bytes_and_bears_nonsense() -> None:
     speed = ReadSpeed()
     for number in range(1, 31):
+        nonsense = 9 if number % 5 == 0 else 1
         seconds = 0.005 + number * 0.001
-        speed.measured(number * 1000, seconds * (9 if number % 5 == 0 else 1), float(number))
+        speed.measured(number * 1000, seconds * nonsense, float(number), setup_seconds=0.005)
     line = speed.line(30.0)
     assert line is not None
     assert line.seconds_for(0) == pytest.approx(0.005, rel=0.2)
     assert line.seconds_for(100_000) == pytest.approx(0.105, rel=0.2)
+
+
+def test_one_read_is_enough_to_tell_setup_from_bytes() -> None:
+    speed = ReadSpeed()
+    speed.measured(1000, 0.011, 0.0, setup_seconds=0.010)
+    line = speed.line(0.0)
+    assert line is not None
+    assert (line.setup_seconds, line.byte_seconds) == pytest.approx((0.010, 1e-6))
+    speed.check_integrity()
+
+
+def test_setup_that_grows_with_the_read_is_right_for_the_usual_one() -> None:
+    speed = ReadSpeed()
+    for number in range(1, 21):  # the owner brings each byte from its drive before the lease
+        setup_seconds = 0.001 + number * 0.002
+        speed.measured(number * 1000, setup_seconds + number * 0.001, 0.0, setup_seconds)
+    line = speed.line(0.0)
+    assert line is not None
+    assert line.seconds_for(10_000) == pytest.approx(0.031, rel=0.1)
 
 
 def test_line_of_reads_of_one_size_is_all_the_bytes() -> None:
@@ -82,14 +102,18 @@ def test_line_of_reads_of_one_size_is_all_the_bytes() -> None:
     assert (line.setup_seconds, line.byte_seconds) == (0.0, 0.002)
 
 
-def test_line_never_says_that_more_bytes_take_less_time() -> None:
+@given(reads=READS, share=st.floats(0.0, 1.0))
+def test_more_bytes_never_take_less_time(
+    reads: list[tuple[int, float, float]], share: float
+) -> None:
     speed = ReadSpeed()
-    speed.measured(1000, 1.0, 0.0)
-    speed.measured(4000, 0.5, 0.0)
+    for read_bytes, seconds, _ in reads:
+        speed.measured(read_bytes, seconds, 0.0, setup_seconds=seconds * share)
     line = speed.line(0.0)
-    assert line is not None
-    assert line.byte_seconds > 0
-    assert line.setup_seconds == 0.0
+    assert (line is None) == (not reads)
+    if line is not None:
+        assert line.setup_seconds >= 0
+        assert 0 < line.seconds_for(1000) <= line.seconds_for(2000)
 
 
 def test_line_is_fitted_anew_after_each_read_and_forgotten_with_them() -> None:

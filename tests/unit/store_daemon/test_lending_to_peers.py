@@ -99,6 +99,19 @@ async def test_blocks_read_for_a_peer_stay_while_there_is_room(small: SmallStore
     assert small.store.holdings.counters["read_through_blocks"] == 0
 
 
+async def test_peer_that_wants_what_is_ready_waits_for_no_drive(small: SmallStore) -> None:
+    session = await on_ssd_only(small, SPACE, HASHES)
+    grant = await small.store.peer_acquire(SPACE.id, HASHES, 5.0, "node-2", ready_only=True)
+    assert (grant.lease_id, grant.usable_blocks) == (0, 0)
+    assert not any(small.store.holdings.catalog.blocks[h].in_dram for h in HASHES)
+    mine = chain(SPACE, 2, seed=1)
+    small.put(session, mine)
+    grant = await small.store.peer_acquire(SPACE.id, mine, 5.0, "node-2", ready_only=True)
+    assert grant.usable_blocks == 2
+    small.store.peer_release(grant.lease_id)
+    small.check_integrity()
+
+
 async def test_block_that_somebody_reads_here_too_stays(small: SmallStore) -> None:
     session = await on_ssd_only(small, SPACE, HASHES)
     small.put(session, chain(SPACE, 4, seed=1))

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 import pytest_asyncio
 
-from emberkv_proto.layout import Group, GroupKind
-from emberkv_proto.types import AcquirePolicy
+from emberkv_proto.layout import Group, GroupKind, Namespace
+from emberkv_proto.types import AcquirePolicy, BlockHash
 from store_daemon.leases import Lease
 from store_daemon.sessions import Session
 from store_daemon.tiers.segments import SsdRow
@@ -175,6 +176,41 @@ async def test_peers_are_measured_and_not_asked_when_they_are_too_slow(make: Mak
     assert dear is not None
     assert (await wait_all(small, session, dear)).usable == 12
     small.assert_readable(dear)
+
+
+class SlowToLease(GatedPeer):
+    async def pull(self, *request: Any) -> int:
+        await asyncio.sleep(0.1)
+        return await super().pull(*request)
+
+
+class BroughtByOthers(GatedPeer):
+    async def pull(
+        self, namespace: Namespace, parent: BlockHash | None, hashes: Sequence[BlockHash], *_: Any
+    ) -> int:
+        return len(hashes)
+
+
+async def test_what_passes_before_the_first_lease_is_told_from_what_bytes_cost(make: Make) -> None:
+    small = make()
+    session = small.open(NAMESPACE)
+    small.put(session, HASHES[:4])
+    peer = SlowToLease(small)
+    small.store.set_puller(peer)
+    peer.let_through(100)
+    await wait_all(small, session, acquire(small, session, HASHES))
+    line = small.store.lender.pulls.speed.line(small.clock.now)
+    assert line is not None
+    assert line.setup_seconds >= 0.1, "one pull is enough to know"
+
+
+async def test_a_pull_that_others_had_begun_tells_nothing_of_what_pulls_take(make: Make) -> None:
+    small = make()
+    session = small.open(NAMESPACE)
+    small.put(session, HASHES[:4])
+    small.store.set_puller(BroughtByOthers(small))
+    await wait_all(small, session, acquire(small, session, HASHES))
+    assert small.store.lender.pulls.speed.line(small.clock.now) is None
 
 
 async def test_a_hybrid_hit_is_waited_for_whole_or_not_at_all(make: Make) -> None:
