@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+from weakref import WeakValueDictionary
 
 import numpy as np
 import numpy.typing as npt
 
+from client_sdk.page_entries import Extent, enter_pages, steps
 from emberkv_proto.errors import InvalidRequestError, UnavailableError
 
-PREFAULT_CHUNK_BYTES = 64 << 20
-"""How much is mapped by one system call, so that a deadline is kept."""
-_MADV_POPULATE_WRITE = 23
-PIN_CHUNK_BYTES = 64 << 30
-"""The most that is registered with CUDA by one call."""
+STAT_BLOCK_BYTES = 512
 
 
 class PartPlace(NamedTuple):
@@ -28,6 +24,18 @@ class PartPlace(NamedTuple):
 
     number: int
     offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class PartPlaces:
+    """Many parts of a caller's buffer, by number, and where each is in the pool."""
+
+    numbers: Sequence[int]
+    offsets: Sequence[int]
+
+    @staticmethod
+    def of(parts: Sequence[PartPlace]) -> PartPlaces:
+        return PartPlaces([part.number for part in parts], [part.offset for part in parts])
 
 
 @dataclass(slots=True)
@@ -60,6 +68,41 @@ class PoolShape:
         return not offsets or (min(offsets) >= 0 and self.holds(max(offsets)))
 
 
+class PoolMapping:
+    """A pool file's bytes in this process; each file is mapped once, whoever attaches it.
+
+    So its pages are faulted in, and registered with a GPU's driver, once for all sessions.
+    """
+
+    def __init__(self, mapped: mmap.mmap, held_bytes: int) -> None:
+        """`held_bytes`: what memory the file has got so far."""
+        self.bytes = memoryview(mapped)
+        self.array: npt.NDArray[np.uint8] = np.frombuffer(mapped, np.uint8)
+        self.address = int(self.array.ctypes.data)
+        self.length = len(self.bytes)
+        self.is_populated = held_bytes >= self.length
+        """Whether all its memory was there when it was mapped, so that to touch it takes none."""
+
+
+_mappings: WeakValueDictionary[tuple[int, int, int], PoolMapping] = WeakValueDictionary()
+"""By device, inode and length. A mapped file keeps its inode, so a number stands for one file."""
+
+
+def _mapping_of(descriptor: int, length: int) -> PoolMapping:
+    """Two threads at once may map a file twice, which costs no more than that.
+
+    Raises OSError when the file cannot be mapped.
+    """
+    status = os.fstat(descriptor)
+    key = (status.st_dev, status.st_ino, length)
+    known = _mappings.get(key)
+    if known is None:
+        known = _mappings.setdefault(
+            key, PoolMapping(mmap.mmap(descriptor, length), status.st_blocks * STAT_BLOCK_BYTES)
+        )
+    return known
+
+
 class AttachedPool(PoolShape):
     """The daemon's pool file as this process maps it.
 
@@ -80,15 +123,13 @@ class AttachedPool(PoolShape):
                 f" {part_bytes}; was the file truncated? Restart the daemon"
             )
         try:
-            mapped = mmap.mmap(descriptor, pool_bytes)
+            self.mapping = _mapping_of(descriptor, pool_bytes)
         except OSError as error:
             raise UnavailableError(
                 f"pool of {pool_bytes} bytes cannot be mapped: {error}"
             ) from None
         super().__init__(pool_bytes, part_bytes)
-        self._bytes = memoryview(mapped)
-        self._array: npt.NDArray[np.uint8] = np.frombuffer(mapped, np.uint8)
-        self._pinned: list[_PinnedChunk] = []
+        self._bytes, self._array = self.mapping.bytes, self.mapping.array
 
     def writable(self, offset: int) -> memoryview:
         """The part's bytes at `offset`. Raises InvalidRequestError outside the pool."""
@@ -106,24 +147,37 @@ class AttachedPool(PoolShape):
         What is next to each other on both sides is copied in one go, which is faster above all
         for blocks below 1 MiB, and without the interpreter lock. Offsets are the caller's to check.
         """
-        for run in self._runs(parts):
+        self.read_places(PartPlaces.of(parts), target)
+
+    def write_parts(self, parts: Sequence[PartPlace], source: npt.NDArray[np.uint8]) -> None:
+        """As `read_parts`, the other way."""
+        self.write_places(PartPlaces.of(parts), source)
+
+    def read_places(self, places: PartPlaces, target: npt.NDArray[np.uint8]) -> None:
+        """`read_parts`, without an object for each part."""
+        for run in self._runs(places):
             np.copyto(
                 target[run.start : run.start + run.length],
                 self._array[run.offset : run.offset + run.length],
             )
 
-    def write_parts(self, parts: Sequence[PartPlace], source: npt.NDArray[np.uint8]) -> None:
-        """As `read_parts`, the other way."""
-        for run in self._runs(parts):
+    def write_places(self, places: PartPlaces, source: npt.NDArray[np.uint8]) -> None:
+        """`write_parts`, without an object for each part."""
+        for run in self._runs(places):
             np.copyto(
                 self._array[run.offset : run.offset + run.length],
                 source[run.start : run.start + run.length],
             )
 
-    def _runs(self, parts: Sequence[PartPlace]) -> Iterator[_Run]:
-        length = self.part_bytes
+    def _runs(self, parts: PartPlaces) -> Iterator[_Run]:
+        length, numbers, offsets = self.part_bytes, parts.numbers, parts.offsets
+        if isinstance(numbers, range) and offsets:
+            first, size = offsets[0], len(offsets) * length
+            if offsets == [*range(first, first + size, length)]:  # one run, as nearly always
+                yield _Run(numbers.start * length, first, size)
+                return
         begun: _Run | None = None
-        for number, offset in parts:
+        for number, offset in zip(numbers, offsets, strict=True):
             start = number * length
             if begun is not None and (start, offset) == (
                 begun.start + begun.length,
@@ -140,54 +194,15 @@ class AttachedPool(PoolShape):
     def prefault(self, deadline: float) -> int:
         """Enter the pool's pages into this process's page tables; return how many bytes.
 
-        A first copy into a fresh mapping takes a page fault for each 4 KiB, about half a second a
-        GiB. Call it from a thread that has the time; others may use the pool meanwhile. Ends at
+        Call it from a thread that has the time; others may use the pool meanwhile. Ends at
         `deadline` (monotonic seconds), with 0 on a kernel before 5.14. A file that the daemon has
         not populated takes its memory by this.
         """
-        base = int(np.frombuffer(self._bytes, np.uint8).ctypes.data)
-        # mmap.madvise would keep the interpreter lock all the while; ctypes does not.
-        madvise = ctypes.CDLL(None, use_errno=True).madvise
-        madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
         done = 0
-        while done < self.pool_bytes and time.monotonic() < deadline:
-            length = min(PREFAULT_CHUNK_BYTES, self.pool_bytes - done)
-            if madvise(base + done, length, _MADV_POPULATE_WRITE):
+        for step in steps(Extent(0, self.pool_bytes)):
+            if time.monotonic() >= deadline:
                 break
-            done += length
+            if not enter_pages(self.mapping.address + step.start, step.length):
+                break
+            done += step.length
         return done
-
-    def pin(self) -> None:
-        """Register the pool with CUDA, so that copies to and from a GPU need no bounce buffer.
-
-        Needs torch with CUDA, imported by the caller. Not yet verified on a GPU.
-
-        Raises:
-            UnavailableError: no CUDA here, or the driver refuses.
-        """
-        torch = sys.modules.get("torch")
-        if torch is None or not torch.cuda.is_available():
-            raise UnavailableError("pinning needs torch with CUDA; none is loaded in this process")
-        cudart = torch.cuda.cudart()
-        base = int(np.frombuffer(self._bytes, np.uint8).ctypes.data)
-        for start in range(0, self.pool_bytes, PIN_CHUNK_BYTES):
-            chunk = _PinnedChunk(base + start, min(PIN_CHUNK_BYTES, self.pool_bytes - start))
-            status = int(cudart.cudaHostRegister(chunk.address, chunk.length, 0))
-            if status:
-                self.unpin()
-                raise UnavailableError(
-                    f"cudaHostRegister of {chunk.length} bytes failed with status {status};"
-                    " raise the memory lock limit (ulimit -l)"
-                )
-            self._pinned.append(chunk)
-
-    def unpin(self) -> None:
-        """Undo `pin`; to be called before the last view goes."""
-        while self._pinned:
-            sys.modules["torch"].cuda.cudart().cudaHostUnregister(self._pinned.pop().address)
-
-
-@dataclass(frozen=True, slots=True)
-class _PinnedChunk:
-    address: int
-    length: int

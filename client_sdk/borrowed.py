@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from client_sdk.attached_pool import PartPlace
+from client_sdk.attached_pool import AttachedPool, PartPlaces
 from client_sdk.session import SessionLostError, SessionState
 from client_sdk.transport.base import TransportAddress
 from emberkv_proto import hashing
@@ -38,6 +38,11 @@ Buffer = Any
 _SOURCES = {int(source): source for source in Source}  # several times faster than Source(value)
 _STAGE_STATES = {int(state): state for state in StageState}
 _ALL_SOURCES, _ALL_STAGE_STATES = bytes(_SOURCES), bytes(_STAGE_STATES)
+
+
+def stage_states(packed: bytes | bytearray) -> list[StageState]:
+    """One for each byte. Raises KeyError on one that is none."""
+    return [_STAGE_STATES[state] for state in packed]
 
 
 def pack_hashes(hashes: Sequence[BlockHash]) -> bytes:
@@ -106,6 +111,11 @@ class LeasedBlocks:
     def transport(self) -> TransportAddress:
         """The daemon's, in the life that knows the id. Raises InvalidRequestError: it is mapped."""
         return self._session.transport
+
+    @property
+    def pool(self) -> AttachedPool:
+        """What its views lie in. Raises InvalidRequestError: it is on another host."""
+        return self._session.pool
 
     def offset(self, block: int) -> int:
         """Where a ready block is in the daemon's pool. Raises InvalidRequestError as `view`."""
@@ -182,12 +192,13 @@ class LeasedBlocks:
         target = whole_parts(buffer, pool.part_bytes)
         if not target.flags.writeable:
             raise InvalidRequestError("the buffer is read-only")
-        blocks = range(first_block, first_block + len(target) // pool.part_bytes)
-        for block in blocks:
-            self._checked(block)
+        count = len(target) // pool.part_bytes
+        if count:  # what holds of its first and last block holds of all between
+            self._checked(first_block)
+            self._checked(first_block + count - 1)
         self._require_held(self._session.is_alive)
-        places = [PartPlace(i, self._offsets[block]) for i, block in enumerate(blocks)]
-        pool.read_parts(places, target)
+        offsets = self._offsets[first_block : first_block + count]
+        pool.read_places(PartPlaces(range(count), offsets), target)
         self.require_valid()
 
     def checksum(self, block: int) -> int | None:
@@ -346,6 +357,11 @@ class StagedBlocks:
         """The daemon's, in the life that knows the id. Raises InvalidRequestError: it is mapped."""
         return self._session.transport
 
+    @property
+    def pool(self) -> AttachedPool:
+        """What its views lie in. Raises InvalidRequestError: it is on another host."""
+        return self._session.pool
+
     def offset(self, block: int) -> int:
         """Where a granted block's slot is in the daemon's pool. Raises as `view`."""
         return self._offsets[self._checked(block)]
@@ -353,7 +369,7 @@ class StagedBlocks:
     @property
     def states(self) -> list[StageState]:
         """What became of each block when it was staged. O(blocks)."""
-        return [_STAGE_STATES[state] for state in self._states]
+        return stage_states(self._states)
 
     @property
     def granted(self) -> list[int]:
@@ -411,14 +427,12 @@ class StagedBlocks:
                 f"blocks {first_block}..{first_block + count - 1} of {len(self._hashes)}"
             )
         self.require_valid()
-        pool.write_parts(
-            [
-                PartPlace(i, self._offsets[first_block + i])
-                for i in range(count)
-                if first_block + i in self._uncommitted
-            ],
-            source,
-        )
+        offsets = self._offsets[first_block : first_block + count]
+        places = PartPlaces(range(count), offsets)
+        if len(self._uncommitted) < len(self._hashes):
+            numbers = [i for i in range(count) if first_block + i in self._uncommitted]
+            places = PartPlaces(numbers, [offsets[i] for i in numbers])
+        pool.write_places(places, source)
 
     def renew(self, answered_at: float, lease_seconds: float) -> None:
         if answered_at < self._expires_at:

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from client_sdk.batch_size import batch_blocks
 from client_sdk.borrowed import Buffer, pack_hashes, whole_parts
 from client_sdk.connection import Connection
 from client_sdk.session import Pending, Session
@@ -22,8 +23,7 @@ from emberkv_proto.v1 import store_pb2
 from emberkv_proto.wire import Method
 
 BATCH_BLOCKS = 64
-BATCH_BYTES = 16 << 20
-"""As of a put: see there."""
+"""See `batch_size`."""
 MOST_ASKED = 2
 
 
@@ -100,7 +100,9 @@ class GetPipeline:
         assert not self._asked, "blocks were asked for and forgotten"
 
     def _ask_next(self, session: Session, deadline: float) -> None:
-        size = max(1, min(BATCH_BLOCKS, BATCH_BYTES // self._part_bytes))
+        size = batch_blocks(
+            BATCH_BLOCKS, self._part_bytes, session.terms.pool_bytes, not self._next
+        )
         blocks = range(self._next, min(self._next + size, len(self._hashes)))
         request = store_pb2.AcquireRequest(
             hashes=pack_hashes(self._hashes[blocks.start : blocks.stop]),

@@ -12,7 +12,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from client_sdk.borrowed import Buffer, StagedBlocks, pack_hashes, whole_parts
+from client_sdk.batch_size import batch_blocks
+from client_sdk.borrowed import Buffer, StagedBlocks, pack_hashes, stage_states, whole_parts
 from client_sdk.connection import Connection
 from client_sdk.session import Pending, Session
 from emberkv_proto.errors import EmberError, InvalidRequestError
@@ -22,9 +23,7 @@ from emberkv_proto.v1 import store_pb2
 from emberkv_proto.wire import Method
 
 BATCH_BLOCKS = 64
-BATCH_BYTES = 16 << 20
-"""Long enough that its messages cost little beside its copy, short enough that the first begins
-soon and that little is held back from eviction."""
+"""See `batch_size`."""
 PIECE_BYTES = 512 << 10
 """What is summed before it is copied: then the copy reads it out of the cache."""
 MOST_UNANSWERED = 2
@@ -152,7 +151,7 @@ class PutPipeline:
         except BaseException:
             self._give_up()
             raise
-        return PutResult(self._committed_blocks, tuple(map(StageState, self._states)))
+        return PutResult(self._committed_blocks, tuple(stage_states(self._states)))
 
     def check_integrity(self) -> None:
         """Assert that no slot is held once `run` has ended."""
@@ -197,12 +196,17 @@ class PutPipeline:
         return True
 
     def _note(self, batch: _Batch) -> None:
+        if self._cut_at is None:  # each block was asked for once
+            self._states[batch.blocks.start : batch.blocks.stop] = batch.packed_states
+            return
         for block, state in zip(batch.blocks, batch.packed_states, strict=True):
             if self._states[block] == StageState.NO_SPACE:
                 self._states[block] = state
 
     def _ask_next(self) -> None:
-        size = max(1, min(BATCH_BLOCKS, BATCH_BYTES // self._part_bytes))
+        size = batch_blocks(
+            BATCH_BLOCKS, self._part_bytes, self._session.terms.pool_bytes, not self._next
+        )
         blocks = range(self._next, min(self._next + size, len(self._hashes)))
         parent = self._hashes[blocks.start - 1] if blocks.start else self._parent
         request = store_pb2.StageRequest(
@@ -236,11 +240,14 @@ class PutPipeline:
         self._committed_blocks += taken
         oldest.batch.committed()
 
-    def _copy(self, batch: _Batch) -> list[int]:
+    def _copy(self, batch: _Batch) -> Sequence[int]:
         """Write a batch's slots; return the checksums of its granted blocks."""
         if self._checksums is not None:
             batch.write_from(self._bytes_of(batch.blocks))
-            return [self._checksums[batch.blocks.start + i] for i in batch.chosen]
+            sums_of_all = self._checksums[batch.blocks.start : batch.blocks.stop]
+            if len(batch.chosen) == len(batch.blocks):
+                return sums_of_all
+            return [sums_of_all[i] for i in batch.chosen]
         sums: list[int] = []
         chosen = set(batch.chosen)
         size = max(1, PIECE_BYTES // self._part_bytes)

@@ -14,13 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+from client_sdk.attached_pool import AttachedPool
 from client_sdk.borrowed import Buffer, pack_hashes
 from client_sdk.connection import ClientCounters, Connection
 from client_sdk.get_pipeline import GetPipeline
 from client_sdk.patience import DEFAULT_PATIENCE, Patience, check_seconds
 from client_sdk.prefetch import HintedSource, Prefetch, prefetch_request
 from client_sdk.put_pipeline import PutPipeline, PutResult
-from client_sdk.session import Endpoint, RemoteAddress, SessionEndpoint, Terms
+from client_sdk.session import Endpoint, RemoteAddress, Session, SessionEndpoint, Terms
 from client_sdk.status import NodeStatus, status_from_wire
 from client_sdk.sync_borrowed import Lease, StagedWrite
 from emberkv_proto.errors import (
@@ -144,7 +145,8 @@ class SyncClient:
     def prefault(self, timeout_seconds: float) -> int:
         """Spare this session's first copies their page faults: see `AttachedPool.prefault`.
 
-        Returns how many bytes of the pool are mapped now. A new session begins without.
+        Returns how many bytes of the pool are mapped now. All sessions of this process with the
+        daemon share them, until it has another pool.
 
         Raises:
             UnavailableError: no session can be had.
@@ -153,6 +155,11 @@ class SyncClient:
         self._keep_beating()
         pool = self._connection.connect().pool
         return pool.prefault(deadline)
+
+    @property
+    def pool(self) -> AttachedPool:
+        """The session's, as this process maps it. Raises UnavailableError without a session."""
+        return self._session().pool
 
     def probe(self, hashes: Sequence[BlockHash]) -> ProbeResult:
         """How much of a chain the node holds. Pins nothing."""
@@ -341,10 +348,13 @@ class SyncClient:
         assert not (self._closing.is_set() and self._beater), "closed with a heartbeat thread"
 
     def _terms(self) -> Terms:
+        return self._session().terms
+
+    def _session(self) -> Session:
         session = self._connection.session
         if session is None:
             raise UnavailableError(f"not connected to {self._connection.endpoint.where}")
-        return session.terms
+        return session
 
     def _keep_beating(self) -> None:
         if self._beater is not None and self._beater.is_alive():

@@ -29,6 +29,7 @@ from store_daemon.config import DaemonSection, DaemonSettings
 from store_daemon.files import write_durably
 from store_daemon.grpc_server import GrpcParts, GrpcServer
 from store_daemon.http_server import HttpServer
+from store_daemon.lease_desk import LeaseDesk
 from store_daemon.life import Life
 from store_daemon.live_settings import Changes
 from store_daemon.local_index import LocalIndex
@@ -153,9 +154,9 @@ class Daemon:
         # What comes now is much and stays: looking for garbage meanwhile costs and finds none.
         gc.disable()
         stack.callback(gc.enable)
-        opener = stack.enter_context(ThreadPoolExecutor(1, "ember-open"))
+        opener = stack.enter_context(ThreadPoolExecutor(2, "ember-open"))
         index = await self._opened(
-            stack, opener, "reading the local index", partial(_open_index, settings)
+            "reading the local index", _begin(stack, opener, partial(_open_index, settings))
         )
         incarnation = index.next_incarnation()
         logs.describe_process(node=settings.node.id, incarnation=incarnation)
@@ -164,10 +165,9 @@ class Daemon:
             for namespace in index.namespaces().values()
             for size_class in StoredNamespace.of(namespace).size_classes
         }
-        pool = await self._opened(
+        opening_pool = _begin(
             stack,
             opener,
-            "opening the pool",
             partial(
                 Pool.open,
                 settings.dram,
@@ -177,11 +177,13 @@ class Daemon:
                 watch=self._watch(),
             ),
         )
+        opening_ssd: Future[SsdTier] | None = None
+        if settings.ssd.capacity_bytes:
+            opening_ssd = _begin(stack, opener, partial(SsdTier.open, settings.ssd, index))
+        pool = await self._opened("opening the pool", opening_pool)
         ssd: SsdTier | None = None
-        if settings.ssd.capacity_bytes and not self._stop.is_set():
-            ssd = await self._opened(
-                stack, opener, "reading the SSD", partial(SsdTier.open, settings.ssd, index)
-            )
+        if opening_ssd is not None and not self._stop.is_set():
+            ssd = await self._opened("reading the SSD", opening_ssd)
         if self._stop.is_set():
             return
 
@@ -206,10 +208,14 @@ class Daemon:
         stack.callback(os.close, pool_descriptor)
         transport = make_transport(settings, incarnation, pool_descriptor, store.placements.begin)
         stack.callback(transport.shutdown)
+        # Over TLS, leases are asked for by gRPC alone: who has no certificate sees no ticket.
+        desk = LeaseDesk(store) if tls is None else None
+        if desk is not None:
+            stack.callback(desk.close)
         self._recovering(f"opening the {transport.name} transport")
         await asyncio.get_running_loop().run_in_executor(opener, transport.register, view)
         address = await asyncio.get_running_loop().run_in_executor(
-            opener, transport.serve, store.may_read
+            opener, transport.serve, store.may_read, desk.lend if desk is not None else None
         )
         takes_engines = bool(settings.transport.engine_agents)
         servicer = Servicer(
@@ -280,7 +286,8 @@ class Daemon:
 
         operators = operator_calls(servicer, self.stop, reload)
         sessions = server if takes_engines else None
-        grpc.open_to(GrpcParts(publisher, store, store, address, operators, sessions))
+        ticket = desk.ticket if desk is not None else b""
+        grpc.open_to(GrpcParts(publisher, store, store, address, operators, sessions, ticket))
         self._reload = reload
         self.life.state = "serving"
         self._announce(publisher, servicer)
@@ -323,19 +330,9 @@ class Daemon:
         stack.push_async_callback(door.close)
         return door.address
 
-    async def _opened(
-        self, stack: AsyncExitStack, opener: Executor, doing: str, opening: Callable[[], C]
-    ) -> C:
-        """Open a thing apart from the loop, which goes on answering; `stack` closes it."""
+    async def _opened(self, doing: str, opening: Future[C]) -> C:
         self._recovering(doing)
-        future = opener.submit(opening)
-        try:
-            opened = await asyncio.shield(asyncio.wrap_future(future))
-        except asyncio.CancelledError:
-            future.add_done_callback(_close_opened)
-            raise
-        stack.callback(opened.close)
-        return opened
+        return await asyncio.shield(asyncio.wrap_future(opening))
 
     def _watch(self) -> Watch:
         """How the thread that populates the pool tells how far it is, and learns to stop."""
@@ -384,10 +381,19 @@ def _token(daemon: DaemonSection) -> bytes | None:
     return open_token(daemon.operator_token_file, is_private, "daemon.operator_token_file")
 
 
-def _close_opened(future: Future[C]) -> None:
-    """Nobody waits for it any more."""
-    if future.exception() is None:
-        future.result().close()
+def _begin(stack: AsyncExitStack, opener: Executor, opening: Callable[[], C]) -> Future[C]:
+    """Open a thing apart from the loop, which goes on answering; `stack` closes it."""
+    future = opener.submit(opening)
+    stack.push_async_callback(_close_opened, future)
+    return future
+
+
+async def _close_opened(opening: Future[C]) -> None:
+    """Waits for it, since it may use what was opened before and is closed after it."""
+    opened = asyncio.wrap_future(opening)
+    await asyncio.wait([opened])
+    if opened.exception() is None:
+        opened.result().close()
 
 
 def _open_index(settings: DaemonSettings) -> LocalIndex:

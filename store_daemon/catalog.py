@@ -205,57 +205,13 @@ class BlockCatalog:
             self._lean(block)
         return block
 
-    def begin_run(
-        self,
-        namespace: StoredNamespace,
-        hashes: Sequence[BlockHash],
-        parent: BlockHash | None,
-        part: int,
-        tenant: Tenant | None,
-    ) -> list[Block]:
-        """`begin_part` for each block of a chain run of which none exists. O(len(hashes))."""
-        before = self.blocks.get(parent) if parent is not None else None
-        root = before.depth + 1 if before is not None else 0
-        turn = before.turn + (before.uses > 0) if before is not None else 0
-        parts, part_bit, children = namespace.parts, 1 << part, self._children
-        begun: list[Block] = []
-        for depth, block_hash in enumerate(hashes, root):
-            assert block_hash not in self.blocks
-            block = Block(block_hash, namespace, parent, [None] * parts, [None] * parts)
-            block.tenant, block.writers = tenant, part_bit
-            block.depth, block.turn = depth, turn
-            block.takes_room = True
-            self.blocks[block_hash] = block
-            self._on_entered(block)
-            if block_hash in children:
-                self._lean(block)  # it came after its child: this may close a ring
-            elif parent != block_hash:
-                block.leans = True
-                if parent is not None:
-                    children[parent] = children.get(parent, 0) + 1
-            begun.append(block)
-            parent = block_hash
-        if tenant is not None:
-            tenant.charge_dram(len(begun) * namespace.size_classes[part].slot_bytes)
-        return begun
-
     def commit_part(self, block: Block, part: int, slot: Slot) -> None:
         """The part is whole in `slot`; with its last required part the block becomes resident."""
-        self.commit_parts((block,), part, (slot,))
-
-    def commit_parts(self, blocks: Sequence[Block], part: int, slots: Sequence[Slot]) -> None:
-        """`commit_part` for each block. O(len(blocks))."""
-        resident: list[BlockHash] = []
-        children, part_bit = self._children, 1 << part
-        for block, slot in zip(blocks, slots, strict=True):
-            assert block.writers & part_bit, "commit without begin"
-            assert not block.is_doomed
-            block.writers ^= part_bit
-            if self._place(block, part, slot):
-                resident.append(block.hash)
-            if block.hash not in children:
-                self._offer(block)
-        self._book.stored(Tier.DRAM, resident)
+        assert block.writers >> part & 1, "commit without begin"
+        assert not block.is_doomed
+        block.writers &= ~(1 << part)
+        self._bring_in(block, part, slot)
+        self._offer(block)
 
     def abort_part(self, block: Block, part: int) -> None:
         """The part will not come. A block of which nothing is left is unlinked."""

@@ -111,10 +111,18 @@ class EvictionQueue:
 
     def entered(self, block: Block) -> None:
         """The block takes room in DRAM from now on; it counts as touched by the last access."""
-        block.access, block.used_at, block.uses = self._accesses, self._clock(), 0
-        block.lane = 0
+        self.all_entered((block,))
+
+    def all_entered(self, blocks: Sequence[Block]) -> None:
+        """`entered` for each block."""
+        access, now = self._accesses, self._clock()
+        for block in blocks:
+            block.access, block.used_at, block.uses, block.lane = access, now, 0, 0
+        if type(self._policy).entered is EvictionPolicy.entered:
+            return  # it does not care
         try:
-            self._policy.entered(block)
+            for block in blocks:
+                self._policy.entered(block)
         except Exception:
             self._fall_back()
 
@@ -155,6 +163,21 @@ class EvictionQueue:
         """The next victim whatever its namespace. O(namespaces)."""
         return self._choose(tuple(self._lanes), is_evictable)
 
+    def order_behind(self, victim: Block) -> float:
+        """Blocks with a smaller `access` would all be chosen before any other candidate.
+
+        The victim is what was chosen last. 0 under a policy that has an order of its own.
+        """
+        if not self._policy.is_by_access:
+            return 0
+        heaps = [lanes[0] for lanes in self._lanes.values()]
+        behind = [
+            entry[0]
+            for heap in heaps
+            for entry in (heap[1:3] if heap and heap[0][2] is victim else heap[:1])
+        ]
+        return min(behind, default=self._accesses + 1)
+
     def check_integrity(self) -> None:
         """Assert that each candidate is queued once, in its lane, and marked so."""
         seen: set[int] = set()
@@ -188,6 +211,8 @@ class EvictionQueue:
     def _choose_by_policy(
         self, namespaces: Sequence[NamespaceId], is_evictable: Callable[[Block], bool]
     ) -> Block | None:
+        if self._policy.is_by_access:
+            return self._oldest_by_access(namespaces, is_evictable)
         # A policy may give each candidate a few more rounds, but not forever.
         for _ in range(4 * self._candidates + 4):
             heads: list[Block | None] = []
@@ -209,6 +234,27 @@ class EvictionQueue:
                     raise _PolicyFailedError("it chose a block that is no head")
                 return chosen
         raise _PolicyFailedError("it does not make up its mind")
+
+    def _oldest_by_access(
+        self, namespaces: Sequence[NamespaceId], is_evictable: Callable[[Block], bool]
+    ) -> Block | None:
+        oldest: Block | None = None
+        for namespace_id in namespaces:
+            heap = self._lanes[namespace_id][0]
+            while heap:
+                rank, ticket, block = heap[0]
+                if block.ticket != ticket:
+                    self._pop(heap)
+                elif not is_evictable(block):
+                    self._pop(heap)
+                    self._forget(block)
+                elif block.access != rank:
+                    self._push(block)
+                else:
+                    if oldest is None or rank < oldest.access:
+                        oldest = block
+                    break
+        return oldest
 
     def _head(
         self, heap: list[_Entry], lane: int, is_evictable: Callable[[Block], bool]

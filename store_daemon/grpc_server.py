@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -21,20 +20,17 @@ from emberkv_proto.convert import (
     batch_to_wire,
     bucket_choices_from_wire,
     bucket_rows_to_wire,
-    hashes_from_wire,
-    namespace_id_from_wire,
     page_to_wire,
     report_to_wire,
-    salt_ids_to_wire,
-    u64s_to_wire,
 )
-from emberkv_proto.errors import DeadlineError, InvalidRequestError, UnavailableError
+from emberkv_proto.errors import DeadlineError, UnavailableError
 from emberkv_proto.events import BucketRows, EventBatch
 from emberkv_proto.types import Incarnation, NodeReport, Seq
 from emberkv_proto.v1 import common_pb2, index_pb2, index_pb2_grpc, store_pb2, store_pb2_grpc
 from store_daemon.config import DaemonSection
 from store_daemon.grpc_errors import Context, errors_answered
 from store_daemon.hint_server import HintService
+from store_daemon.lease_desk import grant_to_wire, lend
 from store_daemon.life import Life
 from store_daemon.operator_server import OperatorCalls, OperatorService
 from store_daemon.ports import HintStore, PeerStore
@@ -43,9 +39,6 @@ from store_daemon.session_tunnel import SessionDoor, SessionTunnel
 
 log = logging.getLogger(__name__)
 
-MAX_LEASE_SECONDS = 120.0
-MAX_WAIT_SECONDS = 30.0
-MAX_NODE_ID_BYTES = 253
 WRITE_SECONDS = 20.0
 """For one message of a stream; a reader that is stopped for longer subscribes again."""
 
@@ -61,6 +54,8 @@ class GrpcParts:
     operators: OperatorCalls
     sessions: SessionDoor | None = None
     """None: engines of other hosts are not taken."""
+    ticket: bytes = b""
+    """With which other daemons may ask for leases at the transport's port."""
 
 
 class GrpcServer:
@@ -168,39 +163,12 @@ class _Peer(store_pb2_grpc.PeerServicer):
     ) -> store_pb2.PeerAcquireResponse:
         async with errors_answered(context):
             parts = self._door.enter()
-            hashes = hashes_from_wire(request.hashes)
-            seconds = request.lease_seconds
-            if not hashes:
-                raise InvalidRequestError("peer acquire without hashes")
-            if not (math.isfinite(seconds) and 0 < seconds <= MAX_LEASE_SECONDS):
-                raise InvalidRequestError(
-                    f"lease_seconds {seconds} is not in 0..{MAX_LEASE_SECONDS}"
-                )
-            if not 0 < len(request.requester) <= MAX_NODE_ID_BYTES:
-                raise InvalidRequestError("requester must be a node id")
-            if not 0 <= request.wait_seconds <= MAX_WAIT_SECONDS:
-                raise InvalidRequestError(
-                    f"wait_seconds {request.wait_seconds} is not in 0..{MAX_WAIT_SECONDS}"
-                )
-            grant = await parts.peer_store.peer_acquire(
-                namespace_id_from_wire(request.namespace_id),
-                hashes,
-                seconds,
-                request.requester,
-                request.wait_seconds,
-            )
-            return store_pb2.PeerAcquireResponse(
-                lease_id=grant.lease_id,
-                incarnation=parts.transport.incarnation,
-                transport=parts.transport.transport,
-                transport_address=parts.transport.address,
-                usable_blocks=grant.usable_blocks,
-                parts=grant.parts,
-                offsets=u64s_to_wire([part.offset for part in grant.ranges]),
-                lengths=u64s_to_wire([part.length for part in grant.ranges]),
-                checksums=u64s_to_wire(grant.checksums),
-                salt_ids=salt_ids_to_wire(grant.salt_ids),
-            )
+            answer = grant_to_wire(await lend(parts.peer_store, request))
+            answer.incarnation = parts.transport.incarnation
+            answer.transport = parts.transport.transport
+            answer.transport_address = parts.transport.address
+            answer.ticket = parts.ticket
+            return answer
         raise AssertionError("unreachable: an error aborts the call")
 
     async def Release(  # noqa: N802

@@ -5,6 +5,7 @@ Runs on the daemon's event loop; nothing here waits. Decisions are `catalog`'s a
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -27,7 +28,7 @@ from store_daemon.residency import Told
 from store_daemon.sessions import StagedPart
 from store_daemon.tenants import Tenant, TenantBook
 from store_daemon.tiers.pool import Pool
-from store_daemon.tiers.slots import SizeClass, Slot
+from store_daemon.tiers.slots import Extent, SizeClass, Slot
 from store_daemon.tiers.ssd import SsdRow
 from store_daemon.tombstones import OldPart
 
@@ -57,7 +58,7 @@ class Holdings:
         self.queue = EvictionQueue(POLICIES[config.policy](), clock, self._count_policy_failure)
         self.queue.on_reused = self._reused
         self.catalog = RecoverableCatalog(
-            self.queue.offer, self.queue.entered, self._left_dram, self._unlinked
+            self.queue.offer, self.queue.all_entered, self._left_dram, self._unlinked
         )
         capacity_bytes = pool.slots.total_bytes
         self.replicas = Replicas(ReplicaLimits(capacity_bytes), clock)
@@ -81,8 +82,8 @@ class Holdings:
         """Whether a victim's SSD copy is on its way, so that it is worth waiting for."""
         self.rows_to_forget: list[SsdRow] = []
         """Rows of blocks that left SSD; the writeback thread drops them."""
-        self.on_resident: Callable[[Block], None] = lambda block: None
-        """Told of each block that has become resident in DRAM, and of parts that come later."""
+        self.on_resident: Callable[[Sequence[Block]], None] = lambda blocks: None
+        """Told of blocks that have become resident in DRAM, and of parts that come later."""
         self.on_own: Callable[[Block], None] = lambda block: None
         """Told of each replica that has become one of our own."""
         self.on_reused: Callable[[Block], None] = lambda block: None
@@ -155,7 +156,9 @@ class Holdings:
     def trim(self) -> bool:
         """Evict down to the low watermark, a bounded number of blocks; return whether to go on."""
         catalog, low = self.catalog, self._config.low_watermark
-        for _ in range(TRIM_BLOCKS):
+        left_blocks = TRIM_BLOCKS
+        while left_blocks > 0:
+            left_blocks -= 1
             if self._usage_to_come <= low:
                 return False
             over = self.quotas.victim()
@@ -171,9 +174,55 @@ class Holdings:
             )
             if part is not None and (victim is None or part.access < victim.access):
                 self.drop_part(part)
-            elif victim is None or not self.let_go(victim):
+            elif victim is None:
+                return False
+            elif len(run := self._run_to_trim(victim, part, left_blocks)) > 1:
+                self._evict_run(run)
+                left_blocks -= len(run) - 1
+            elif not self.let_go(victim):
                 return False
         return True
+
+    def _run_to_trim(self, victim: Block, part: OldPart | None, most: int) -> list[Block]:
+        """The next victims as far as they are one chain's end, and as far as they must go.
+
+        `part` goes before what is younger.
+        """
+        namespace = victim.namespace
+        if namespace.optional or victim.tenant is not None:
+            return []
+        slots = self.pool.slots
+        too_much = self._usage_to_come - self._config.low_watermark
+        wanted = math.ceil(too_much * slots.capacity_bytes / namespace.slot_bytes - 1e-6)
+        behind = self.queue.order_behind(victim)
+        if part is not None:
+            behind = min(behind, part.access)
+        run: list[Block] = []
+        used: dict[Extent, int] = {}
+        for block in self.catalog.run_above(victim, min(wanted, most)):
+            if (run and block.access >= behind) or self.is_being_saved(block):
+                break
+            run.append(block)
+            for slot in block.slots:
+                if slot is not None:
+                    extent = slot.extent
+                    used[extent] = used.get(extent, extent.used_slots) - 1
+            if not all(used.values()):
+                break  # an extent comes free: that changes how much must go
+        return run
+
+    def _evict_run(self, run: Sequence[Block]) -> None:
+        """`evict` for each of a chain's end, last block first."""
+        now, observe = self._clock(), self.measures.evicted_idle_seconds.observe
+        for block in run:
+            faults.hit(faults.EVICT)
+            observe(now - block.used_at)
+        demoted = sum([block.in_ssd for block in run])
+        self.counters["demoted_blocks"] += demoted
+        self.counters["evicted_blocks"] += len(run) - demoted
+        slots = self.catalog.drop_run(run).slots
+        slots.reverse()  # neighbours were given to a chain in its order
+        self.pool.give_back_run(slots)
 
     @property
     def _usage_to_come(self) -> float:
@@ -246,7 +295,7 @@ class Holdings:
         self.pool.commit(slot, block.hash, block.parent, checksum, block.salt_id)
         self.catalog.commit_part(block, part, slot)
         if block.in_dram:
-            self.on_resident(block)
+            self.on_resident((block,))
 
     def commit_parts(
         self, staged: Sequence[StagedPart], part: int, checksums: Sequence[int]
@@ -256,14 +305,19 @@ class Holdings:
             for (block, slot), checksum in zip(staged, checksums, strict=True):
                 self.commit_part(block, part, slot, checksum)
             return
-        blocks, slots = [one.block for one in staged], [one.slot for one in staged]
-        commit = self.pool.commit
-        for block, slot, checksum in zip(blocks, slots, checksums, strict=True):
-            commit(slot, block.hash, block.parent, checksum, block.salt_id)
-        self.catalog.commit_parts(blocks, part, slots)
-        for block in blocks:
-            if block.in_dram:
-                self.on_resident(block)
+        if not staged:
+            return
+        blocks, slots = zip(*staged, strict=True)
+        if any(block.tenant is not None for block in blocks):
+            for block, slot, checksum in zip(blocks, slots, checksums, strict=True):
+                self.pool.commit(slot, block.hash, block.parent, checksum, block.salt_id)
+        else:
+            hashes, parents = [block.hash for block in blocks], [block.parent for block in blocks]
+            self.pool.commit_run(slots, hashes, parents, checksums)
+        self.catalog.commit_run(blocks, part, slots)
+        resident = [block for block in blocks if block.in_dram]
+        if resident:
+            self.on_resident(resident)
 
     def abort_part(self, block: Block, part: int) -> None:
         self.catalog.abort_part(block, part)
@@ -406,13 +460,23 @@ class Holdings:
             return self.let_go(own)
         extent = choose_extent(self.pool.slots, wanted, self.catalog)
         blocks = set(extent.occupants.values()) if extent is not None else set()
+        if part is not None and any(block.access > part.access for block in blocks):
+            # It is lost whole, with what is younger than what our own class could lose.
+            if own is None or own.access > part.access:
+                self.drop_part(part)
+                return True
+            blocks = set()
         if blocks and not any(self.is_being_saved(block) for block in blocks):
             self.counters["moved_extents"] += 1
             for block in blocks:
                 self.evict(block)
             return True
         has_shed = self._shed_others(wanted)
-        return (own is not None and self.let_go(own)) or has_shed
+        if (own is not None and self.let_go(own)) or has_shed:
+            return True
+        if part is not None:
+            self.drop_part(part)
+        return part is not None
 
     def _shed_others(self, wanted: SizeClass) -> bool:
         """Evict other namespaces' blocks that are older than any of ours; False: none.

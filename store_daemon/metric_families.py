@@ -196,6 +196,15 @@ def _peers(puller: PeerPuller) -> Iterator[Metric]:
         "Blocks that came from a node while it computed them.",
         counters.followed_blocks,
     )
+    yield _counter(
+        "pull_guesses", "Nodes that were asked for blocks before the index was.", counters.guesses
+    )
+    yield _counter(
+        "wrong_pull_guesses", "Of them, those that lent nothing.", counters.wrong_guesses
+    )
+    yield _counter(
+        "quick_leases", "Leases asked for at peers' transport ports.", puller.quick_leases
+    )
     by_peer = CounterMetricFamily(
         PREFIX + "peer_bytes", "Bytes that came from peers, by peer.", labels=["peer"]
     )

@@ -26,6 +26,7 @@ from emberkv_proto.events import (
     SnapshotPage,
     TierCleared,
 )
+from emberkv_proto.hashing import xor_of
 from emberkv_proto.types import (
     BucketChoice,
     EngineInfo,
@@ -339,11 +340,11 @@ class Publisher:
             case BlocksStored(keys=keys):
                 ledger.blocks += len(keys)
                 ledger.stored_blocks += len(keys)
-                ledger.xor ^= int(np.bitwise_xor.reduce(keys))
+                ledger.xor ^= xor_of(keys)
             case BlocksRemoved(keys=keys):
                 ledger.blocks -= len(keys)
                 ledger.removed_blocks += len(keys)
-                ledger.xor ^= int(np.bitwise_xor.reduce(keys))
+                ledger.xor ^= xor_of(keys)
             case TierCleared():
                 ledger.removed_blocks += ledger.blocks
                 ledger.blocks = ledger.xor = 0
@@ -351,7 +352,7 @@ class Publisher:
 
 def _pieces(event: Event) -> Iterator[Event]:
     """The event, cut so that each piece fits in a message."""
-    if isinstance(event, TierCleared):
+    if isinstance(event, TierCleared) or 0 < len(event.keys) <= MAX_KEYS_PER_EVENT:
         yield event
         return
     for start in range(0, len(event.keys), MAX_KEYS_PER_EVENT):

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from emberkv_proto.hashing import UNKNOWN_CHECKSUM
 from emberkv_proto.types import BlockHash, Tier
 from store_daemon.block import Block, StoredNamespace
-from store_daemon.catalog import BlockCatalog, Freed, TenantOf
+from store_daemon.catalog import Freed, TenantOf
+from store_daemon.run_catalog import RunCatalog
 from store_daemon.sleeping import SleepingBlocks, WokenBlock
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from store_daemon.tiers.ssd import SsdRow
 
 
-class RecoverableCatalog(BlockCatalog):
+class RecoverableCatalog(RunCatalog):
     """A catalog with the steps of recovery: slots first, then rows, then the blocks that sleep."""
 
     def recover_slots(
@@ -31,6 +32,7 @@ class RecoverableCatalog(BlockCatalog):
         refused: list[Slot] = []
         resident: list[BlockHash] = []
         holes, blocks, parts = self.holes, self.blocks, namespace.parts
+        children, on_entered = self._children, self._on_entered
         for slot, block_hash, parent, salt_id in found:
             block = blocks.get(block_hash)
             if block is None:
@@ -39,6 +41,12 @@ class RecoverableCatalog(BlockCatalog):
                 if salt_id is not None:
                     block.tenant = tenant_of(salt_id)
                 blocks[block_hash] = block
+                block.takes_room = True
+                on_entered(block)
+                if block_hash not in children and parent != block_hash:  # it closes no ring
+                    block.leans = True
+                    if parent is not None:
+                        children[parent] = children.get(parent, 0) + 1
             part = slot.extent.size_class.part
             if block.namespace is not namespace or block.slots[part] is not None:
                 refused.append(slot)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from emberkv_proto.events import BlocksRemoved, BlocksStored, Event, Keys
-from emberkv_proto.hashing import index_keys
+from emberkv_proto.hashing import index_keys, xor_of
 from emberkv_proto.types import BlockHash, Tier
 
 STORED_TIERS = (Tier.DRAM, Tier.SSD)
@@ -81,7 +81,7 @@ class ResidencyBook:
         told: list[Told] = []
         for change in changes:
             keys = change.keys
-            self.ledgers[change.tier].xor ^= int(np.bitwise_xor.reduce(keys))
+            self.ledgers[change.tier].xor ^= xor_of(keys)
             hashes = change.hashes if isinstance(change.hashes, list) else None
             told.append(Told(change.kind(change.tier, keys), hashes))
         return told

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from emberkv_proto.errors import InvalidRequestError
+from emberkv_proto.errors import InvalidRequestError, UnknownStageError
 from emberkv_proto.types import BlockHash, EngineInfo, StageState
 from store_daemon.block import Block, StoredNamespace
 from store_daemon.leases import SessionId
@@ -71,6 +72,34 @@ class Probed:
 
     hit_blocks: int
     tiers: bytes
+
+
+def take_staged(
+    stage: dict[BlockHash, StagedPart],
+    stage_id: int,
+    hashes: Sequence[BlockHash],
+    checksums: Sequence[int],
+) -> list[StagedPart]:
+    """Take these blocks out of a stage to commit them; all or none. O(len(hashes)).
+
+    Raises as `BlockStore.commit`.
+    """
+    if len(hashes) != len(checksums):
+        raise InvalidRequestError(
+            f"commit of {len(hashes)} hashes with {len(checksums)} checksums; wanted one for each"
+        )
+    if len(hashes) == len(stage) and hashes == [*stage]:  # all of it, in order: as nearly always
+        staged = [*stage.values()]
+        stage.clear()
+        return staged
+    if len(set(hashes)) != len(hashes):
+        raise InvalidRequestError("a commit names a hash twice")
+    for block_hash in hashes:
+        if block_hash not in stage:
+            raise UnknownStageError(
+                f"block {block_hash.hex()[:16]} is not staged in stage {stage_id}"
+            )
+    return [stage.pop(block_hash) for block_hash in hashes]
 
 
 def stage_state(block: Block, namespace: StoredNamespace, part: int, part_bit: int) -> StageState:

@@ -16,7 +16,7 @@ import numpy as np
 from emberkv_proto.events import Keys
 from emberkv_proto.types import BLOCK_HASH_BYTES, BlockHash, NamespaceId, SaltId
 from store_daemon.block import StoredNamespace
-from store_daemon.tiers.row_table import Mask, Numbers, RowTable
+from store_daemon.tiers.row_table import Mask, Numbers, RowTable, Words
 from store_daemon.tiers.segments import SsdRow, record_sizes
 
 MOST_PARTS = 63
@@ -108,7 +108,8 @@ class SleepingBlocks:
         """What the records of the blocks that sleep take, for each tenant. O(rows), in C."""
         packed = self._table.packed
         salts = np.ascontiguousarray(packed["salt_id"]).view("<u8").reshape(-1, 2)
-        salted = np.flatnonzero(salts.any(axis=1) & self._asleep)
+        salted = np.flatnonzero((salts[:, 0] | salts[:, 1]) != 0)
+        salted = salted[self._asleep[salted]]
         if not len(salted):
             return {}
         salts = salts[salted]
@@ -149,19 +150,22 @@ class SleepingBlocks:
             return []
         words, order = self._table.sorted_words, self._table.order
         asked = np.frombuffer(b"".join(hashes), "<u8").reshape(-1, BLOCK_HASH_BYTES // 8)
-        starts = words.searchsorted(asked[:, 0])
+        by_word = asked[:, 0].argsort()  # in order they are found in a third of the time
+        rising = asked[by_word, 0]
+        starts = np.empty(len(rising), np.intp)
+        starts[by_word] = words.searchsorted(rising)
         starts[starts == len(words)] = 0
         hits = np.flatnonzero(words[starts] == asked[:, 0])
         firsts = order[starts[hits]]
         hits = hits[self._asleep[firsts]]
-        if len(hits) <= FEW_HASHES or len(np.unique(asked[hits, 0])) < len(hits):
+        if len(hits) <= FEW_HASHES or (rising[1:] == rising[:-1]).any():
             taken = (self._take(hashes[n]) for n in hits.tolist())
             return [found for found in taken if found is not None]
         firsts = order[starts[hits]]
         # All rows of a group that sleeps are of one block, so its first row speaks for it.
         same = (self._table.words_of(firsts) == asked[hits]).all(axis=1)
         starts = starts[hits[same]]
-        counts = words.searchsorted(words[starts], side="right") - starts
+        counts = _run_lengths(words, starts)
         ends = np.cumsum(counts)
         numbers = order[np.repeat(starts - (ends - counts), counts) + np.arange(counts.sum())]
         self._asleep[numbers] = False
@@ -204,6 +208,15 @@ class SleepingBlocks:
         return WokenBlock(self._namespaces[rows[0].namespace_id], rows)
 
 
+def _run_lengths(words: Words, starts: Numbers) -> Numbers:
+    """How many equal words there are from each start on, most of them one."""
+    lengths = np.ones(len(starts), np.intp)
+    followed = np.flatnonzero(words[np.minimum(starts + 1, len(words) - 1)] == words[starts])
+    first = starts[followed]
+    lengths[followed] = words.searchsorted(words[first], side="right") - first
+    return lengths
+
+
 def _whole_groups(
     table: RowTable, starts: Numbers, namespaces: Mapping[NamespaceId, StoredNamespace]
 ) -> Mask:
@@ -222,7 +235,8 @@ def _whole_groups(
     ids = np.ascontiguousarray(table.packed["namespace_id"]).view("<u8").reshape(-1, 2)
     owner = np.minimum(known_ids[:, 0].searchsorted(ids[:, 0]), len(known) - 1)
     parts = table.packed["part"].astype(np.uint64)
-    is_good = (known_ids[owner] == ids).all(axis=1) & fits[owner] & (parts < limits[owner])
+    is_good = (known_ids[owner, 0] == ids[:, 0]) & (known_ids[owner, 1] == ids[:, 1])
+    is_good &= fits[owner] & (parts < limits[owner])
     if len(starts) == len(table) and not parts.any():
         alone: Mask = (is_good & ((required[owner] & ~np.uint64(1)) == 0))[order]
         return alone

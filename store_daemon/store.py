@@ -11,6 +11,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 from emberkv_proto.errors import (
     DrainingError,
@@ -40,7 +41,8 @@ from store_daemon.hinted import HintedChain
 from store_daemon.holdings import Holdings
 from store_daemon.leases import PEERS as PEERS
 from store_daemon.leases import ROUTERS, Lease, LeaseId, SessionId
-from store_daemon.lending import Lender, LendingTimes, Readers
+from store_daemon.lending import Lender
+from store_daemon.lending_terms import LendingTimes, Readers
 from store_daemon.limbo import Limbo
 from store_daemon.local_index import LocalIndex
 from store_daemon.namespaces import NamespaceBook
@@ -51,7 +53,7 @@ from store_daemon.prefetching import NOTHING, Scheduled
 from store_daemon.quotas import change_quotas, tenants_of
 from store_daemon.replicas import ReplicaLimits
 from store_daemon.scrubbing import Scrubbing
-from store_daemon.sessions import Probed, Session, Staged, StagedPart, count_states
+from store_daemon.sessions import Probed, Session, Staged, StagedPart, count_states, take_staged
 from store_daemon.staging import grant_slots
 from store_daemon.take_over import take_over_pool, take_over_rows
 from store_daemon.tier_state import TierState, tier_states
@@ -306,15 +308,7 @@ class BlockStore:
         if self.placements.is_written(stage_id):
             raise InvalidRequestError(f"stage {stage_id} is still being written")
         checksums = checksums or [UNKNOWN_CHECKSUM] * len(hashes)
-        if len(hashes) != len(checksums) or len(set(hashes)) != len(hashes):
-            raise InvalidRequestError(
-                f"commit of {len(hashes)} hashes with {len(checksums)} checksums; wanted one for"
-                " each, and no hash twice"
-            )
-        if not stage.keys() >= set(hashes):
-            unknown = next(block_hash for block_hash in hashes if block_hash not in stage)
-            raise UnknownStageError(f"block {unknown.hex()[:16]} is not staged in stage {stage_id}")
-        staged = [stage.pop(block_hash) for block_hash in hashes]
+        staged = take_staged(stage, stage_id, hashes, checksums)
         self.holdings.commit_parts(staged, session.part, checksums)
         if UNKNOWN_CHECKSUM in checksums:
             for one in staged:
@@ -450,21 +444,20 @@ class BlockStore:
         lease_seconds: float,
         requester: str,
         wait_seconds: float = 0.0,
+        ready_only: bool = False,
     ) -> PeerGrant:
         """Raises DrainingError, UnknownNamespaceError."""
         if self.is_draining:
             raise DrainingError("the daemon is shutting down and lends no more")
-        namespace = self._namespaces.known(namespace_id)
-        grant = await self.lender.peer_acquire(namespace, hashes, lease_seconds, wait_seconds)
+        own = self._namespaces.known(namespace_id)
+        grant = await self.lender.peer_acquire(own, hashes, lease_seconds, wait_seconds, ready_only)
         log.debug("peer lease: to=%s blocks=%d", requester, grant.usable_blocks)
         return grant
 
     def peer_release(self, lease_id: int) -> None:
         """End a peer's lease. Raises UnknownLeaseError; one that ran out counts as ended."""
-        try:
+        with suppress(LeaseExpiredError):
             self.lender.release(PEERS, LeaseId(lease_id))
-        except LeaseExpiredError:
-            log.debug("peer lease %d was released after it ran out", lease_id)
         self.holdings.publish()
 
     def may_read(self, lease_id: int, offset: int, length: int) -> bool:
@@ -540,10 +533,11 @@ class BlockStore:
     def _rest(self, slots: Iterable[Slot]) -> None:
         self.limbo.rest(slots, self._clock() + self._settings.daemon.lease_seconds)
 
-    def _became_resident(self, block: Block) -> None:
-        self.lender.block_arrived(block)
-        if not self.holdings.replicas.is_replica(block):
-            self._save_own(block)
+    def _became_resident(self, blocks: Sequence[Block]) -> None:
+        self.lender.blocks_arrived(blocks)
+        for block in blocks if self.writeback is not None else ():
+            if not self.holdings.replicas.is_replica(block):
+                self._save_own(block)
 
     def _save_own(self, block: Block) -> None:
         if self.writeback is not None:

@@ -18,6 +18,8 @@ class EvictionPolicy:
     """
 
     lanes = 1
+    is_by_access = False
+    """Whether it is one lane in the order of `access`, and chooses its head."""
 
     def entered(self, block: Block) -> None:
         """The block takes room in DRAM from now on. Its `uses` are 0."""

@@ -14,5 +14,7 @@ if TYPE_CHECKING:
 class LruPolicy(EvictionPolicy):
     """One lane in the order of the last access. Keeps no books, so it cannot fail."""
 
+    is_by_access = True
+
     def choose(self, heads: Sequence[Block | None]) -> Block | None:
         return heads[0]

@@ -30,7 +30,8 @@ from store_daemon.tiers.segment_file import (
 from store_daemon.tiers.segments import PAGE_BYTES, RowKey, SsdRow
 
 _RUN_RECORDS = 256  # two buffers each; a vectored write takes 1024
-_RUN_BYTES = 64 << 20
+_RUN_BYTES = (64 << 20) + _RUN_RECORDS * PAGE_BYTES
+"""With headers: payloads of 64 MiB, which is what writeback brings, are one write and one sync."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,11 +10,12 @@ import logging
 import mmap
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import blake3
+import numpy as np
 
 from emberkv_proto import __version__
 from emberkv_proto.errors import AccessDeniedError, CorruptionError, PreflightError
@@ -32,6 +33,7 @@ from emberkv_proto.shm_layout import (
     align_up,
     pack_pool_writer,
     pack_slot,
+    pack_slots,
     pack_state,
     pool_layout,
     pool_writer,
@@ -51,6 +53,9 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _FREE = pack_state(SlotState.FREE)
 _STAGED = pack_state(SlotState.STAGED)
 _COMMITTED = pack_state(SlotState.COMMITTED)
+_WORDS = np.dtype("<u4")
+FEW_SLOTS = 6
+"""Fewer headers than these are written one by one."""
 
 
 class FoundSlot(NamedTuple):
@@ -181,10 +186,8 @@ class Pool:
         while len(taken) < count and (extent := self.slots.carve(size_class)) is not None:
             self._write_extent(extent)
             taken += self.slots.take_run(size_class, count - len(taken))
-        view = self._view
-        for slot in taken:
-            at = slot.extent.headers_offset + slot.number * SLOT_HEADER_BYTES + STATE_OFFSET
-            view[at : at + 4] = _STAGED
+        for run in neighbours(taken):
+            self._set_states(run, SlotState.STAGED)
         return taken
 
     def commit(
@@ -212,6 +215,24 @@ class Pool:
         view[at : at + len(header)] = header
         view[at + STATE_OFFSET : at + STATE_OFFSET + 4] = _COMMITTED
 
+    def commit_run(
+        self,
+        slots: Sequence[Slot],
+        hashes: Sequence[BlockHash],
+        parents: Sequence[BlockHash | None],
+        checksums: Sequence[int],
+    ) -> None:
+        """`commit` for each slot; of blocks that are no tenant's."""
+        start = 0
+        for run in neighbours(slots):
+            stop = start + len(run)
+            if len(run) < FEW_SLOTS:
+                for number in range(start, stop):
+                    self.commit(slots[number], hashes[number], parents[number], checksums[number])
+            else:
+                self._write_run(run, hashes[start:stop], parents[start:stop], checksums[start:stop])
+            start = stop
+
     def unlink(self, slot: Slot) -> None:
         """Mark the slot FREE in the file; the bytes stay untouched until it is given back."""
         extent = slot.extent
@@ -223,6 +244,12 @@ class Pool:
         """Free the slot for the next taker. Nobody may read or write its bytes any more."""
         self.unlink(slot)
         self.slots.give_back(slot)
+
+    def give_back_run(self, slots: Sequence[Slot]) -> None:
+        """`give_back` for each of many slots, which are cheap as far as they are neighbours."""
+        for run in neighbours(slots):
+            self._set_states(run, SlotState.FREE)
+            self.slots.give_back_run(run)
 
     def close(self) -> None:
         """Unmap and unlock. The file stays: it is what the next daemon recovers from."""
@@ -247,6 +274,38 @@ class Pool:
     def _set_state(self, slot: Slot, word: bytes) -> None:
         at = slot.header_offset + STATE_OFFSET
         self._view[at : at + 4] = word
+
+    def _write_run(
+        self,
+        run: Sequence[Slot],
+        hashes: Sequence[BlockHash],
+        parents: Sequence[BlockHash | None],
+        checksums: Sequence[int],
+    ) -> None:
+        """Publish neighbours: all headers first, the state words last."""
+        for slot, checksum in zip(run, checksums, strict=True):
+            slot.checksum = checksum
+        extent = run[0].extent
+        headers = pack_slots(
+            SlotState.STAGED,
+            hashes,
+            parents,
+            extent.size_class.payload_bytes,
+            checksums,
+            extent.generation,
+        )
+        at = run[0].header_offset
+        self._view[at : at + len(headers)] = headers
+        self._set_states(run, SlotState.COMMITTED)
+
+    def _set_states(self, run: Sequence[Slot], state: SlotState) -> None:
+        """Of neighbours."""
+        at = run[0].header_offset
+        if len(run) == 1:
+            self._view[at + STATE_OFFSET : at + STATE_OFFSET + 4] = pack_state(state)
+            return
+        headers = np.frombuffer(self._view[at : at + len(run) * SLOT_HEADER_BYTES], _WORDS)
+        headers[STATE_OFFSET // 4 :: SLOT_HEADER_BYTES // 4] = state
 
     def _write_extent(self, extent: Extent) -> None:
         # Void the old header, then the old slot headers, then write the new one: a crash in
@@ -296,6 +355,23 @@ class Pool:
         for slot, checksum in zip(slots, found.checksums, strict=True):
             slot.checksum = checksum
         self.found += map(FoundSlot, slots, found.hashes, found.parents, found.salt_ids)
+
+
+def neighbours(slots: Sequence[Slot]) -> Iterator[Sequence[Slot]]:
+    """The slots, in their order, cut into runs whose headers are next to each other."""
+    start = 0
+    while start < len(slots):
+        first = slots[start]
+        extent, stop = first.extent, start + 1
+        next_number = first.number + 1
+        while stop < len(slots):
+            slot = slots[stop]
+            if slot.extent is not extent or slot.number != next_number:
+                break
+            stop += 1
+            next_number += 1
+        yield slots[start:stop]
+        start = stop
 
 
 def read_boot_id() -> bytes:

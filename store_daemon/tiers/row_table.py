@@ -50,8 +50,9 @@ class RowTable:
     @staticmethod
     def joined(tables: Sequence[RowTable]) -> RowTable:
         """The rows of all `tables`, one table behind the other."""
-        parts = [table._packed for table in tables]
-        return RowTable(np.concatenate([np.empty(0, ROW_DTYPE), *parts]))
+        # As bytes: numpy joins rows of several fields one by one, and needs five times as long.
+        parts = [table._packed.view(np.uint8) for table in tables]
+        return RowTable(np.concatenate([np.empty(0, np.uint8), *parts]).view(ROW_DTYPE))
 
     def __len__(self) -> int:
         return len(self._packed)

@@ -161,7 +161,8 @@ def record_bytes(length: int) -> int:
 def record_sizes(lengths: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """`record_bytes` of each."""
     page = np.uint64(PAGE_BYTES)
-    return page + (lengths + page - np.uint64(1)) // page * page
+    within = page - np.uint64(1)
+    return page + ((lengths + within) & ~within)  # to divide takes six times as long
 
 
 def footer_bytes(rows: int) -> int:

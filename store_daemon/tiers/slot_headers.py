@@ -85,11 +85,11 @@ def scan_headers(raw: memoryview, payload_bytes: int, generation: int) -> FoundH
     return FoundHeaders(
         np.flatnonzero(states == SlotState.STAGED).tolist(),
         good.tolist(),
-        [BlockHash(h) for h in headers["block_hash"][good].tolist()],
-        [None if h == _NO_PARENT else BlockHash(h) for h in headers["parent"][good].tolist()],
+        headers["block_hash"][good].tolist(),
+        [None if h == _NO_PARENT else h for h in headers["parent"][good].tolist()],
         headers["checksum"][good].tolist(),
         [
-            SaltId(salt_id) if crc else None
+            salt_id if crc else None
             for salt_id, crc in zip(
                 headers["salt_id"][good].tolist(), salted[good].tolist(), strict=True
             )

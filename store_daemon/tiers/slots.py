@@ -244,6 +244,22 @@ class SlotAllocator:
         if len(free) == 1:
             self._open[extent.size_class][extent.number] = extent
 
+    def give_back_run(self, run: Sequence[Slot]) -> None:
+        """`give_back` for some slots of one extent."""
+        extent = run[0].extent
+        free, was_full = extent.free, not extent.free
+        numbers = [slot.number for slot in run]
+        assert extent.occupants.keys().isdisjoint(numbers), "a slot is unlinked before it is freed"
+        free += reversed(numbers)  # so that the next ones taken, from the end, are neighbours too
+        self.used_bytes -= len(numbers) * extent.slot_bytes
+        if len(free) == extent.slot_count:
+            self.retire(extent)
+            return
+        if extent.is_searched:
+            self.ages.reset(extent)
+        if was_full:
+            self._open[extent.size_class][extent.number] = extent
+
     def retire(self, extent: Extent) -> None:
         """Return an extent without used slots to the stock."""
         assert extent.used_slots == 0

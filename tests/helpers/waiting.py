@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 
 from client_sdk import aio
@@ -20,3 +21,11 @@ async def until_asked(holds: Callable[[], Awaitable[bool]], seconds: float = 60.
     async with aio.timeout(seconds):
         while not await holds():  # noqa: ASYNC110
             await asyncio.sleep(0.02)
+
+
+def wait_until(holds: Callable[[], bool], seconds: float = 60.0) -> None:
+    """As `until`, for tests without an event loop."""
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, f"not within {seconds} s"
+        time.sleep(0.005)

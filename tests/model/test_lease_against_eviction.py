@@ -17,7 +17,7 @@ CHAIN_BLOCKS = 5
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 async def test_a_leased_chain_is_never_evicted_nor_overwritten(tmp_path: Path) -> None:
     rng = random.Random(11)
     clock = FakeClock()

@@ -48,6 +48,7 @@ ELSEWHERE = {
     ("README.md", "helm install"): "tests/k8s/test_manifests.py",
     ("docs/kubernetes.md", "helm install"): "tests/k8s/test_manifests.py",
     ("docs/operations.md", "emberkv size"): "tests/unit/cli/test_sizing.py",
+    ("docs/simulation.md", "emberkv trace simulate"): "tests/unit/cli/test_trace_simulate.py",
     ("docs/operations.md", "emberkv doctor k8s"): "tests/k8s/test_control_plane.py",
 }
 """Page and how the command begins -> the test that runs it, or what it applies."""

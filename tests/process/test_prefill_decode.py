@@ -14,7 +14,7 @@ from tests.helpers.cluster import wait_until
 from tests.helpers.split_site import MODEL, Completion, SplitSite
 from tests.helpers.torch_engines import TINY, uncached_answers
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 BLOCK_TOKENS = int(TINY["block_tokens"])
 ANSWER = 9
 
@@ -79,6 +79,7 @@ def test_whatever_dies_while_blocks_travel_the_client_gets_its_answer(tmp_path: 
             wait_until(
                 lambda: site.node_d.counter("pulled_blocks") > before + 5,
                 f"blocks travel before the end of {what} {number}",
+                180,
             )
             act()
             answer = asked.answer()

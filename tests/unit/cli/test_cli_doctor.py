@@ -184,8 +184,8 @@ def test_a_vllm_command_is_checked_flag_by_flag(tmp_path: Path) -> None:
         assert verdicts(f"--kv-transfer-config={bad}")[key] is Verdict.FAIL
     typo = json.dumps({**good, "kv_connector_extra_config": {"socket": "x"}})
     assert verdicts(f"--kv-transfer-config={typo}")["extra config"] is Verdict.FAIL
-    split = verdicts("--kv-transfer-config", json.dumps(good), "--pipeline-parallel-size=2")
-    assert split["pipeline-parallel-size"] is Verdict.WARN
+    split = verdicts("--kv-transfer-config", json.dumps(good), "--decode-context-parallel-size=2")
+    assert split["decode-context-parallel-size"] is Verdict.WARN
 
 
 @pytest.mark.parametrize(

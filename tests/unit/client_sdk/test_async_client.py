@@ -156,8 +156,9 @@ async def test_lost_session_fails_all_calls_in_flight_and_the_next_reconnects(
 
 
 async def test_silent_daemon_costs_the_timeout(daemon: FakeDaemon) -> None:
-    async with AsyncClient(daemon.socket_path, NAMESPACE, timeout_seconds=0.5) as client:
+    async with AsyncClient(daemon.socket_path, NAMESPACE, timeout_seconds=30.0) as client:
         await client.connect()
+        client._timeout_seconds = 0.5  # only now: the handshake has all the time it needs
         daemon.faults[Method.PROBE] = lambda frame: None
         began = time.monotonic()
         with pytest.raises(UnavailableError, match="did not answer PROBE"):

@@ -8,9 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
-from client_sdk import AttachedPool, attached_pool
+from client_sdk import AttachedPool, page_entries
 from emberkv_proto.errors import InvalidRequestError, UnavailableError
 
 
@@ -57,17 +56,10 @@ def test_pool_file_shorter_than_announced_is_refused(pool_file: Path) -> None:
         attach(pool_file, part_bytes=0)
 
 
-def test_pinning_without_cuda_says_so(pool_file: Path) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("has CUDA")
-    with pytest.raises(UnavailableError, match="CUDA"):
-        attach(pool_file).pin()
-
-
 def test_prefault_maps_the_whole_pool_and_changes_no_byte(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attached_pool, "PREFAULT_CHUNK_BYTES", 1 << 20)
+    monkeypatch.setattr(page_entries, "STEP_BYTES", 1 << 20)
     path = tmp_path / "pool"
     content = os.urandom(5 << 19)
     path.write_bytes(content)

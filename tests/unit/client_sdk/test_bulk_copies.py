@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from client_sdk import SyncClient, attached_pool
-from client_sdk.attached_pool import AttachedPool, PartPlace
+from client_sdk.attached_pool import AttachedPool, PartPlace, PartPlaces
 from emberkv_proto.errors import InvalidRequestError, UnknownLeaseError, UnknownStageError
 from emberkv_proto.types import StageState
 from tests.helpers.fake_daemon import FakeDaemon
@@ -52,21 +52,27 @@ def test_any_places_are_written_and_read_like_one_by_one(seed: int) -> None:
     chance = random.Random(seed)
     count = chance.randrange(1, 20)
     first = chance.randrange(0, 20)
-    numbers = sorted(chance.sample(range(24), count))
+    numbers: Sequence[int] = sorted(chance.sample(range(24), count))
     slots = range(first, first + count) if seed % 2 else chance.sample(range(64), count)
-    places = [PartPlace(n, slot * PAGE) for n, slot in zip(numbers, slots, strict=True)]
+    if seed % 4 == 1:
+        numbers = range(seed % 3, seed % 3 + count)
+    places = PartPlaces(numbers, [slot * PAGE for slot in slots])
     source = np.frombuffer(chance.randbytes(24 * PAGE), np.uint8)
-    pool.write_parts(places, source)
+    pool.write_places(places, source)
     expected = np.zeros(64 * PAGE, np.uint8)
     target, wanted = np.zeros_like(source), np.zeros_like(source)
-    for number, offset in places:
+    for number, offset in zip(places.numbers, places.offsets, strict=True):
         part = source[number * PAGE : (number + 1) * PAGE]
         expected[offset : offset + PAGE] = part
         wanted[number * PAGE : (number + 1) * PAGE] = part
     for slot in range(64):
         assert pool.readable(slot * PAGE) == expected[slot * PAGE : (slot + 1) * PAGE].data
-    pool.read_parts(places, target)
+    pool.read_places(places, target)
     assert np.array_equal(target, wanted)
+    parts = [*map(PartPlace, places.numbers, places.offsets)]
+    pool.write_parts(parts, np.zeros_like(source))
+    pool.read_parts(parts, target)
+    assert not target.any()
 
 
 def test_neighbours_on_both_sides_are_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,8 +86,8 @@ def test_neighbours_on_both_sides_are_one_copy(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(attached_pool.np, "copyto", counted)
     slots = [5, 6, 7, 20, 21, 9]
-    places = [PartPlace(n, slot * PAGE) for n, slot in enumerate(slots)]
-    pool.read_parts(places, np.zeros(len(slots) * PAGE, np.uint8))
+    places = PartPlaces(range(len(slots)), [slot * PAGE for slot in slots])
+    pool.read_places(places, np.zeros(len(slots) * PAGE, np.uint8))
     assert lengths == [3, 2, 1]
 
 

@@ -121,10 +121,11 @@ def test_a_daemon_that_dies_is_an_error_and_leaves_nothing(
     def die(frame: bytes) -> None:
         daemon.hang_up()
 
+    session = client._session()
     daemon.faults[Method.ACQUIRE] = nth(number, die)
     with pytest.raises(EmberError):
         client.get(CHAIN, bytearray(len(written)))
-    assert not client.is_connected
+    assert not session.is_alive
     client.check_integrity()
 
 
@@ -132,7 +133,7 @@ def test_a_daemon_that_dies_is_an_error_and_leaves_nothing(
 def test_a_daemon_that_falls_silent_costs_one_timeout(
     daemon: FakeDaemon, written: bytes, number: int
 ) -> None:
-    with SyncClient(daemon.socket_path, NAMESPACE, timeout_seconds=0.3) as hasty:
+    with SyncClient(daemon.socket_path, NAMESPACE, timeout_seconds=2.0) as hasty:
         daemon.faults[Method.ACQUIRE] = nth(number, lambda frame: None)
         with pytest.raises(UnavailableError):
             hasty.get(CHAIN, bytearray(len(written)))

@@ -19,6 +19,7 @@ from client_sdk.cli.remote import daemon_status
 from emberkv_proto.errors import PreflightError
 from store_daemon.app import ENDPOINTS_FILE, Daemon
 from store_daemon.config import DaemonSettings
+from store_daemon.tiers.pool import Pool
 from store_daemon.tiers.ssd import SsdTier
 from tests.helpers.ports import free_port
 from tests.helpers.store import chain, payload, small_namespace
@@ -168,8 +169,11 @@ async def test_it_is_ready_only_when_it_has_recovered(
     try:
         assert await asyncio.to_thread(reading.wait, 20)
         address = f"127.0.0.1:{ports[1]}"
-        status, body = await http(address, "/ready")
-        assert status.split()[1] == "503"
+        async with timeout(60):
+            body = "recovering: opening the pool\n"
+            while "the pool" in body:  # opened meanwhile
+                status, body = await http(address, "/ready")
+                assert status.split()[1] == "503"
         assert body == "recovering: reading the SSD\n"
         assert (await http(address, "/health"))[0].endswith("200 OK")
         assert (await daemon_status(f"127.0.0.1:{ports[0]}")).state == "recovering"
@@ -203,3 +207,31 @@ async def test_a_stop_while_it_recovers_ends_it_without_serving(
     monkeypatch.undo()
     async with running(settings_in(tmp_path)) as again:
         assert again.is_serving.is_set()
+
+
+async def test_a_pool_that_cannot_be_opened_leaves_no_open_ssd(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are opened side by side."""
+    pool_has_failed, closed = threading.Event(), threading.Event()
+
+    def open_late(*arguments: Any) -> SsdTier:
+        assert pool_has_failed.wait(60)
+        return open_at_once(*arguments)
+
+    def fail(*arguments: Any, **named: Any) -> Pool:
+        pool_has_failed.set()
+        raise PreflightError("no room")
+
+    def close(ssd: SsdTier) -> None:
+        closed.set()
+        close_at_once(ssd)
+
+    open_at_once, close_at_once = SsdTier.open, SsdTier.close
+    monkeypatch.setattr(SsdTier, "open", open_late)
+    monkeypatch.setattr(SsdTier, "close", close)
+    monkeypatch.setattr(Pool, "open", fail)
+    with pytest.raises(PreflightError, match="no room"):
+        async with timeout(60):
+            await Daemon(settings_in(tmp_path)).run()
+    assert closed.is_set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
@@ -403,6 +404,56 @@ async def test_a_full_pool_makes_tombstones_before_it_takes_a_block(make: Make) 
     blocks = [small.store.holdings.catalog.blocks[h] for h in HASHES[:7]]
     assert [n for n, block in enumerate(blocks) if block.slots[WINDOW] is not None] == [5, 6]
     assert ranks.lease(length=7).usable == 7
+
+
+@pytest.mark.parametrize("seed", [0, 2])
+async def test_room_for_windows_is_not_taken_from_what_was_asked_for_last(
+    make: Make, seed: int
+) -> None:
+    """Slots of a kind lie in extents, and an extent that moves to another kind is lost whole."""
+    window = Group(GroupKind.SLIDING_WINDOW, 1, 4000, window_tokens=10)
+    namespace = hybrid_namespace(window, window, Group(GroupKind.FULL, 1, 4000))
+    small = make(extents=24, ssd_segments=0)
+    sessions = [small.open(namespace, part) for part in range(3)]
+    rng = random.Random(seed)
+
+    def ask(hashes: Sequence[BlockHash]) -> int:
+        """As an engine does that saves what it did not find; returns what it found."""
+        lease = small.store.acquire(sessions[0], hashes, WAIT, 10.0)
+        found = 0
+        if lease is not None:
+            found = lease.usable
+            small.store.release(sessions[0], [lease.id])
+        size = rng.choice([1, 2, 4, 16, 64])
+        for first in range(found, len(hashes), size):
+            for session in sessions:
+                parent = hashes[first - 1] if first else None
+                small.put(session, hashes[first : first + size], parent)
+        return found
+
+    for number in range(25):
+        kept = chain(namespace, 31, seed=1000 + number // 7)
+        found = ask(kept)
+        assert found == 31 or number % 7 == 0, f"{found} of 31 blocks in round {number}"
+        for more in range(rng.choice([1, 1, 2])):
+            ask(chain(namespace, rng.choice([19, 19, 2, 10]), seed=10_000 + 2 * number + more))
+    assert small.store.holdings.counters["evicted_parts"] > 0, "the pool was never full"
+
+
+async def test_a_peer_that_waits_for_no_drive_is_lent_no_part_that_is_on_one(make: Make) -> None:
+    small = make()
+    ranks = Ranks(small)
+    for part in range(NAMESPACE.parts):
+        ranks.put(part, 0, 3)
+    await small.flush()
+    ranks.drop(WINDOW, [1])
+    for ready_only, usable in ((True, 1), (False, 3)):
+        grant = await small.store.peer_acquire(
+            NAMESPACE.id, HASHES[:3], 5.0, "node-2", ready_only=ready_only
+        )
+        assert grant.usable_blocks == usable
+        if grant.lease_id:
+            small.store.peer_release(grant.lease_id)
 
 
 async def test_a_quarantined_block_takes_no_more_parts(make: Make) -> None:

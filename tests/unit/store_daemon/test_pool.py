@@ -12,7 +12,7 @@ import pytest
 from emberkv_proto.errors import AccessDeniedError, PreflightError
 from emberkv_proto.shm_layout import STATE_OFFSET, SlotState, pack_state
 from emberkv_proto.types import Incarnation
-from store_daemon.block import StoredNamespace
+from store_daemon.block import Block, StoredNamespace
 from store_daemon.config import DramSection
 from store_daemon.tiers.pool import Pool
 from store_daemon.tiers.slots import SizeClass
@@ -208,3 +208,25 @@ def test_the_next_life_waits_for_processes_that_still_write(tmp_path: Path) -> N
         pool = open_pool(tmp_path)
         assert time.monotonic() - begun > 0.3
         pool.close()
+
+
+def test_slots_published_together_survive_as_those_published_one_by_one(tmp_path: Path) -> None:
+    hashes = chain(NAMESPACE.namespace, 18)
+    parents = [None, *hashes[:-1]]
+    pool = open_pool(tmp_path, extents=4)
+    slots = pool.take_run(SIZE, 20)
+    for hole in (slots.pop(3), slots.pop(12)):
+        pool.give_back(hole)
+    pool.commit_run(slots, hashes, parents, range(50, 68))
+    pool.give_back_run(slots[1:3] + slots[16:])
+    for slot, found in ((slots[3], hashes[3]), (slots[15], hashes[15])):
+        slot.extent.occupants[slot.number] = Block(found, NAMESPACE, None, [slot], [None])
+    pool.check_integrity()
+    pool.close()
+    again = open_pool(tmp_path, extents=4)
+    kept = [0, *range(3, 16)]
+    assert {f.block_hash: f.parent for f in again.found} == {hashes[n]: parents[n] for n in kept}
+    assert {f.block_hash: f.slot.checksum for f in again.found} == {hashes[n]: 50 + n for n in kept}
+    assert {f.slot.offset for f in again.found} == {slots[n].offset for n in kept}
+    assert not again.found_staged
+    again.close()
