@@ -4,7 +4,8 @@ vLLM runs on the CPU in an environment of its own (`make test-vllm` makes it). T
 same server computing the same number of tokens; for the cost, a server without a connector beside
 it. These two take turns, each begins every other time, and each turn counts until all its processes
 are quiet again, saves included. Wall time is what a client sees and CPU time what it takes: where
-cores are few or busy, only the second means something.
+cores are few or busy, only the second means something. Throughput is of prompts sent at once, from
+the first byte sent to the last answer.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import json
 import random
 import statistics
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +27,8 @@ from benchmarks._vllm import Server, make_model, side_by_side, transfer_config
 
 MIB = 1 << 20
 PROMPT_TOKENS = 2000
+AT_ONCE = 4
+"""Half of what the servers' caches hold: nobody waits for pages."""
 DRAM_BYTES = 1024 * MIB
 
 
@@ -58,6 +63,7 @@ def measure(options: Options) -> Iterator[Figure]:
         plain = Server(directory / "without", directory / "model")
         with side_by_side(ours, plain):
             yield from _cost(ours, plain, options.repeats(60, 16))
+            yield _throughput(ours, plain, options.repeats(40, 8))
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +101,32 @@ def _cost(ours: Server, plain: Server, turns: int) -> Iterator[Figure]:
             plain_mib,
             turns,
         )
+
+
+def _throughput(ours: Server, plain: Server, turns: int) -> Figure:
+    """Of `AT_ONCE` prompts sent together, of which nothing hits; median of the turns."""
+    servers = (ours, plain)
+    taken: list[list[float]] = [[], []]
+    with ThreadPoolExecutor(AT_ONCE) as clients:
+        for turn in range(-1, turns):  # the first only wakes what larger batches use
+            for place in range(2):
+                number = (turn + place) % 2
+                prompts = fresh_prompts(AT_ONCE, 10_000 + 2 * turn + place)
+                began = time.perf_counter()
+                list(clients.map(servers[number].first_token_seconds, prompts))
+                if turn >= 0:
+                    taken[number].append(time.perf_counter() - began)
+                await_quiet(servers[number].process.pid)
+    rates = [AT_ONCE * PROMPT_TOKENS / statistics.median(seconds) for seconds in taken]
+    return Figure(
+        f"prefill_throughput_nothing_hits_{AT_ONCE}_at_once",
+        rates[0],
+        "tokens/s",
+        "a server without it",
+        rates[1],
+        turns,
+        at_least=0.97,
+    )
 
 
 def _turn(server: Server, prompt: Sequence[int]) -> _Turn:
