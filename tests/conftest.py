@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 import os
 from collections.abc import Iterator
 
@@ -31,6 +32,16 @@ def no_leaks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     leaks = leaked_since(before) + tasks
     assert not leaks, "left behind: " + "; ".join(leaks)
+
+
+@pytest.fixture(autouse=True)
+def same_log_level() -> Iterator[None]:
+    """A server that a test starts in this process sets it: pytest then keeps each later test's
+    records, and with an error in one the objects of its traceback."""
+    root = logging.getLogger()
+    level = root.level
+    yield
+    root.setLevel(level)
 
 
 def _watch_for_left_tasks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
