@@ -13,6 +13,8 @@ from router.http_message import Headers, connection_options
 
 HEADS_KEPT = 512
 LONGEST_KEPT_BYTES = 2048
+BODILESS = (204, 304)
+"""End with their head, whatever it says of a body (RFC 9112, section 6.3)."""
 _known: dict[bytes, ResponseHead] = {}
 
 
@@ -85,7 +87,9 @@ class ResponseHead:
 
     def __post_init__(self) -> None:
         encoding = self.fields.get(b"transfer-encoding")
-        self.is_chunked = encoding is not None and encoding.lower() == b"chunked"
+        self.is_chunked = (
+            encoding is not None and encoding.lower() == b"chunked" and self.status not in BODILESS
+        )
         self.kind = BodyKind.told_by(self.fields)
 
     def header(self, name: bytes) -> bytes | None:
@@ -101,7 +105,7 @@ class ResponseHead:
         return Dechunked() if self.is_chunked else self._plain_body()
 
     def _plain_body(self) -> Body:
-        if self.status in (204, 304):
+        if self.status in BODILESS:
             return FixedLengthBody(0)
         length = self.header(b"content-length")
         return UntilCloseBody() if length is None else FixedLengthBody(int(length))
@@ -144,7 +148,9 @@ def parse_head(raw: bytes) -> ResponseHead:
         status, callbacks.reason, callbacks.headers, fields, may_keep_alive, options
     )
     encoding = head.header(b"transfer-encoding")
-    if encoding is not None and not head.is_chunked:
+    if encoding is not None and status in BODILESS:
+        head.may_keep_alive = False  # who says such a thing may send an end of chunks, too
+    elif encoding is not None and not head.is_chunked:
         raise ProtocolError(f"transfer-encoding {encoding!r} is not followed")
     return head
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from router.deadlines import Deadlines
 from router.upstream import StaleError, UpstreamConnection
 from router.upstream_head import ResponseHead, UpstreamError
@@ -131,6 +133,15 @@ async def test_a_receiver_is_told_of_head_body_and_end_and_the_connection_serves
     connection.data_received(HEAD + b"embers")
     assert following.told == [200, b"embers", "ended"]
     assert not wire.is_aborted
+
+
+@pytest.mark.parametrize("status", [204, 304])
+async def test_an_answer_without_a_body_ends_with_its_head_whatever_that_says(status: int) -> None:
+    asker = Asker()
+    owner, _, connection = await asked(asker)
+    connection.data_received(b"HTTP/1.1 %d Without\r\nTransfer-Encoding: chunked\r\n\r\n" % status)
+    assert asker.told == [status, "ended"]
+    assert owner.back == [], "an end of chunks may follow, which nobody wants to read as a head"
 
 
 async def test_who_leaves_in_a_piece_is_told_nothing_more() -> None:
