@@ -221,7 +221,7 @@ class RedisChannel(UnreliableChannel):
         node = self.directory.followed_at(ADDRESS)
         if node is None or node.holder != found.holder:
             return
-        if self.mirrored.has_changes(found.holder) or not self.mirrored.is_complete(found.holder):
+        if not self.mirrored.is_complete(found.holder) or self.mirrored.has_changes(found.holder):
             return
         rows, visible = self.redis_rows(found.number), self.visible_rows()
         if self.redis_has_drifted:
