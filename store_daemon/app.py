@@ -41,6 +41,7 @@ from store_daemon.operators import operator_calls
 from store_daemon.peers import PeerPuller
 from store_daemon.preflight import check_machine
 from store_daemon.publisher import NodeFacts, Publisher
+from store_daemon.pull_limits import PullLimits
 from store_daemon.reload import Reloader
 from store_daemon.resp.door import DoorAddress, RespDoor, is_wanted
 from store_daemon.servicer import NodeIdentity, Servicer
@@ -232,7 +233,8 @@ class Daemon:
         if daemon.index_address:
             index_client = IndexClient(daemon.index_address, tls=tls)
             stack.push_async_callback(index_client.close)
-            puller = PeerPuller(node_id, view, index_client, transport, tls=tls)
+            limits = PullLimits(index_seconds=daemon.index_timeout_seconds)
+            puller = PeerPuller(node_id, view, index_client, transport, limits=limits, tls=tls)
             stack.push_async_callback(puller.close)
             store.set_puller(puller)
         sources = MetricSources(store, publisher, self.life, index, puller, transport)

@@ -67,6 +67,8 @@ class DaemonSection(Section):
     it stages and does not commit; beyond it gets shorter hits, and no slots."""
     drain_seconds: Seconds = 20.0
     peer_timeout_seconds: Seconds = 2.0
+    index_timeout_seconds: Seconds = 0.1
+    """How long a pull waits for the index; without its word nothing is pulled."""
     event_ring_events: Annotated[int, Field(ge=16)] = 65536
     log_level: LogLevel = "info"
     log_format: LogFormat = "text"

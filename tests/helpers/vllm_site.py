@@ -66,6 +66,7 @@ class VllmSite:
                     "daemon.grpc_port": address.rpartition(":")[2],
                     "daemon.index_address": self._index_address,
                     "daemon.peer_timeout_seconds": 20.0,
+                    "daemon.index_timeout_seconds": 20.0,
                 },
             )
             for number, address in enumerate(self._addresses)

@@ -16,7 +16,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from client_sdk.aio import timeout
 from client_sdk.async_client import AsyncClient
 from client_sdk.cli.remote import daemon_status
-from emberkv_proto.errors import PreflightError
+from client_sdk.index_client import IndexClient
+from emberkv_proto.errors import PreflightError, UnavailableError
+from emberkv_proto.types import NodeHit
 from store_daemon.app import ENDPOINTS_FILE, Daemon
 from store_daemon.config import DaemonSettings
 from store_daemon.tiers.pool import Pool
@@ -148,6 +150,27 @@ async def test_a_dead_index_costs_a_miss_and_no_more(tmp_path: Path) -> None:
         await client.close()
         assert daemon.store is not None
         daemon.store.check_integrity()
+
+
+async def test_a_pull_waits_for_the_index_as_long_as_the_settings_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float | None] = []
+
+    async def query(
+        _self: IndexClient, _keys: object, *, timeout_seconds: float | None = None
+    ) -> list[NodeHit]:
+        waits.append(timeout_seconds)
+        raise UnavailableError("away")
+
+    monkeypatch.setattr(IndexClient, "query", query)
+    settings = settings_in(tmp_path, index_address="127.0.0.1:9", index_timeout_seconds=7.5)
+    async with running(settings):
+        client = AsyncClient(tmp_path / "s", NAMESPACE, timeout_seconds=30.0)
+        lease = await client.acquire(chain(NAMESPACE, 2), deadline_seconds=60.0)
+        await lease.wait(2, 60.0)
+        await client.close()
+    assert waits == [7.5]
 
 
 async def test_it_is_ready_only_when_it_has_recovered(
