@@ -10,7 +10,7 @@ import time
 import warnings
 from array import array
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -67,6 +67,8 @@ class LeasedBlocks:
     In a namespace with window or state groups some blocks are not needed (see `needs`), and the
     lease is good for a hit of exactly `usable_blocks`: a shorter one needs other blocks.
     """
+
+    writes: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -312,6 +314,8 @@ class LeasedBlocks:
 
 class StagedBlocks:
     """Slots granted for blocks that are not in the store yet. Invisible until committed."""
+
+    writes: ClassVar[bool] = True
 
     def __init__(
         self,

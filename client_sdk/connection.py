@@ -219,7 +219,10 @@ class Connection:
                 self.heartbeat()
 
     def close(self) -> None:
-        """Hang up; leases and stages end. Idempotent; later calls raise UnavailableError."""
+        """Leases and stages end; see `SessionState.close` for when it hangs up.
+
+        Idempotent; later calls raise UnavailableError.
+        """
         with self._lock:
             self._is_closed = True
             if self._session is not None:

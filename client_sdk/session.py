@@ -2,7 +2,8 @@
 
 The socket is the session. Leases and staged writes are borrowed from it, and are void once it is
 lost. A lost session keeps its socket open until its last borrower has left, so that a daemon that
-was only slow does not hand a slot to another while this process still copies.
+was only slow does not hand a slot to another while this process still copies. One that is closed
+waits for its staged writes only: what a thread reads meanwhile is void, what it writes is not.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from array import array
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 from weakref import WeakSet
 
 from google.protobuf.message import DecodeError, Message
@@ -163,6 +164,9 @@ class Terms:
 class Borrower(Protocol):
     """A lease or staged write: void when its session is."""
 
+    writes: ClassVar[bool]
+    """Whether its slots may be written until it has left, whatever became of the session."""
+
     def renew(self, answered_at: float, lease_seconds: float) -> None:
         """The daemon answered a heartbeat at `answered_at`."""
         ...
@@ -247,15 +251,22 @@ class SessionState:
                 self._hang_up()
 
     def close(self) -> None:
-        """Void all borrowers and hang up now: nobody copies any more. Idempotent."""
+        """Void all borrowers; hang up now, or when the last staged write has left. Idempotent.
+
+        Another thread may be in the midst of a copy into staged slots, which are others' as soon
+        as the daemon sees the end.
+        """
         with self._lock:
-            self._is_alive = False
-            self._hang_up()
+            for borrower in list(self._borrowers):
+                if not borrower.writes:
+                    self._borrowers.discard(borrower)
+            self.retire()
 
     def forsake(self) -> None:
         """In a forked child: drop this copy. The session itself stays the parent's."""
         self._lock = threading.RLock()  # the parent's other threads may have held the old one
-        self.close()
+        self._is_alive = False
+        self._hang_up()
 
     def check_integrity(self) -> None:
         """Assert that a dead session without borrowers holds no socket."""

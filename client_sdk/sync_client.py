@@ -324,7 +324,11 @@ class SyncClient:
         )
 
     def close(self) -> None:
-        """End the session with its leases and stages, and the background thread. Idempotent."""
+        """End the session with its leases and stages, and the background thread. Idempotent.
+
+        Slots of a staged write that is still open stay this process's until it is left: another
+        thread may be copying into them.
+        """
         self._closing.set()
         self._connection.close()
         with self._beater_lock:

@@ -191,6 +191,20 @@ async def test_absent_and_silent_daemons_are_named_and_held_back(
         AsyncClient(tmp_path / ("x" * 120), NAMESPACE)
 
 
+async def test_a_client_closed_in_mid_write_keeps_its_slots_until_the_write_is_left(
+    daemon: FakeDaemon, client: AsyncClient
+) -> None:
+    writer = AsyncClient(daemon.socket_path, NAMESPACE, timeout_seconds=30.0)
+    staged = await writer.stage(HASHES)
+    session = staged._session
+    await writer.close()
+    assert not staged.is_valid
+    async with await client.stage(HASHES) as held:
+        assert set(held.states) == {StageState.IN_PROGRESS}
+    await staged.abort()
+    await until(lambda: session._sock.fileno() == -1)
+
+
 async def test_refused_handshake_is_loud_in_connect(
     daemon: FakeDaemon, client: AsyncClient
 ) -> None:

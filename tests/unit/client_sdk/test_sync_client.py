@@ -413,6 +413,25 @@ def test_borrowed_slots_stay_held_until_a_slow_session_is_left(
     session.check_integrity()
 
 
+def test_a_client_closed_in_mid_write_keeps_its_slots_until_the_write_is_left(
+    daemon: FakeDaemon, client: SyncClient
+) -> None:
+    """The daemon gives them to others as soon as it sees the end."""
+    store(client, HASHES[:2])
+    lease, staged = client.acquire(HASHES[:2]), client.stage(HASHES[2:])
+    session = staged._session
+    client.close()
+    assert not lease.is_valid
+    assert not staged.is_valid
+    assert session._sock.fileno() != -1
+    with SyncClient(daemon.socket_path, NAMESPACE) as other:
+        with other.stage(HASHES[2:]) as held:
+            assert set(held.states) == {StageState.IN_PROGRESS}
+        staged.abort()
+        assert session._sock.fileno() == -1
+    session.check_integrity()
+
+
 def test_silent_daemon_at_the_handshake_costs_the_timeout(
     daemon: FakeDaemon, hasty: SyncClient
 ) -> None:
