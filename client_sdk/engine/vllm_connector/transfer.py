@@ -204,9 +204,12 @@ class WorkerHalf:
             return stats
 
     def close(self) -> None:
-        """End what runs, forget what waits."""
+        """End what runs, forget what waits. On return no page is read for a save any more."""
         for thread in (self._loads, self._saves):
             thread.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            unsaved = set(self._saving)
+        self.cancel(unsaved)
         for link in self._links:
             link.loader.close()
             link.saver.close()
@@ -421,7 +424,7 @@ class WorkerHalf:
                     staged.require_valid()  # too late, the slots may be others' by now
                     with self._save_queue.open():
                         link.pages.save(self._save_queue, pages, piece.slots)
-                piece.store(pool)
+                    piece.store(pool)
                 sums += [checksum(staged.view(block)) for block in piece.blocks]
         staged.commit(granted, sums)
         return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from client_sdk.borrowed import StagedBlocks
 from client_sdk.engine.vllm_connector.device import Fence, HostDevice
 from client_sdk.engine.vllm_connector.identity import PageGroup
 from client_sdk.engine.vllm_connector.pages import EnginePages
+from client_sdk.engine.vllm_connector.pieces import Piece
 from emberkv_proto.convert import u64s_to_wire
 from emberkv_proto.errors import UnavailableError
 from emberkv_proto.layout import Group, GroupKind
@@ -79,12 +81,13 @@ class Saver:
     def __init__(self, session: Session) -> None:
         self._session = session
         self.committed: list[int] = []
+        self.is_closed = False
 
     def connect(self) -> None:
         raise UnavailableError("later")
 
     def close(self) -> None:
-        pass
+        self.is_closed = True
 
     @contextmanager
     def stage(self, hashes: tuple[BlockHash, ...], **_: object) -> Iterator[StagedBlocks]:
@@ -113,27 +116,64 @@ class SlowDevice(HostDevice):
         return Fence(wait)
 
 
+class Rig:
+    """A worker's half with pages of sevens, and the pool that they are saved into."""
+
+    def __init__(self, transfer: Any, ends_session: bool = False) -> None:
+        with AnonymousPool(BLOCKS * PART) as memory:
+            self.pool = AttachedPool(memory.descriptor, BLOCKS * PART, PART)
+        session = Session(self.pool)
+        self.saver = Saver(session)
+        group = PageGroup(Group(GroupKind.FULL, 1, PART), ("layer",), 16, PART, 1)
+        sevens = torch.full((BLOCKS, PART), 7, dtype=torch.uint8)
+        pages = EnginePages({"layer": sevens}, group, BLOCKS)
+        self.half = transfer.WorkerHalf(
+            [transfer.GroupLink(pages, self.saver, self.saver)],
+            SlowDevice(session, ends_session),
+            load_seconds=SECONDS,
+            verifies=False,
+        )
+        hashes = tuple(BlockHash(bytes([number]) * 32) for number in range(BLOCKS))
+        self.half.save([transfer.SavePlan(1, "request", 0, hashes, None, (0, 1, 2), None)])
+        self.half.leave({"request"})
+
+
 @pytest.mark.parametrize("ends_session", [False, True])
 def test_slots_of_a_session_that_ended_before_the_copy_are_not_written(
     transfer: Any, ends_session: bool
 ) -> None:
-    with AnonymousPool(BLOCKS * PART) as memory:
-        pool = AttachedPool(memory.descriptor, BLOCKS * PART, PART)
-    session = Session(pool)
-    saver = Saver(session)
-    group = PageGroup(Group(GroupKind.FULL, 1, PART), ("layer",), 16, PART, 1)
-    pages = EnginePages({"layer": torch.full((BLOCKS, PART), 7, dtype=torch.uint8)}, group, BLOCKS)
-    hashes = tuple(BlockHash(bytes([number]) * 32) for number in range(BLOCKS))
-    half = transfer.WorkerHalf(
-        [transfer.GroupLink(pages, saver, saver)],
-        SlowDevice(session, ends_session),
-        load_seconds=SECONDS,
-        verifies=False,
-    )
-    half.save([transfer.SavePlan(1, "request", 0, hashes, None, (0, 1, 2), None)])
-    half.leave({"request"})
-    assert half.take(wait_seconds=SECONDS).sent == {"request"}
-    half.close()
-    assert saver.committed == ([] if ends_session else [0, 1, 2])
-    assert set(pool.mapping.array.tolist()) == ({0} if ends_session else {7})
-    assert half.take_stats().data.get("lost_saves", 0) == ends_session
+    rig = Rig(transfer, ends_session)
+    assert rig.half.take(wait_seconds=SECONDS).sent == {"request"}
+    rig.half.close()
+    assert rig.saver.committed == ([] if ends_session else [0, 1, 2])
+    assert set(rig.pool.mapping.array.tolist()) == ({0} if ends_session else {7})
+    assert rig.half.take_stats().data.get("lost_saves", 0) == ends_session
+
+
+@pytest.mark.parametrize(("owner", "copy"), [(EnginePages, "save"), (Piece, "store")])
+def test_a_close_waits_for_the_copy_under_way_and_ends_the_session_after_it(
+    transfer: Any, monkeypatch: pytest.MonkeyPatch, owner: type, copy: str
+) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+    closed_in_mid_copy: list[bool] = []
+    copies = getattr(owner, copy)
+
+    def slow(*args: Any) -> None:
+        begun.set()
+        assert go_on.wait(SECONDS)
+        copies(*args)
+        closed_in_mid_copy.append(rig.saver.is_closed)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, copy, slow)
+        rig = Rig(transfer)
+        assert begun.wait(SECONDS)
+        closer = threading.Thread(target=rig.half.close)
+        closer.start()
+        closer.join(0.2)
+        assert closer.is_alive(), "closed while a copy was under way"
+        go_on.set()
+        closer.join(SECONDS)
+        assert not closer.is_alive()
+        assert rig.half.take(wait_seconds=SECONDS).sent == {"request"}
+    assert closed_in_mid_copy == [False]
