@@ -295,7 +295,7 @@ def _layout(
         "page_tokens": str(spec.block_size),
         "page_bytes": str(_page_bytes(spec)),
         "kv_cache_dtype": str(config.cache_config.cache_dtype),
-        "kv_cache_layout": str(getattr(cache, "kv_cache_layout", None)),
+        "kv_cache_layout": _cache_layout(cache),
         "device": str(current_platform.device_type),
     }
     for name in ("sliding_window", "attention_chunk_size"):
@@ -320,6 +320,18 @@ def _layout(
         "layer.page.backend",
         details,
     )
+
+
+def _cache_layout(cache: KVCacheConfig) -> str:
+    """Before 0.29 what the operator asked for, as all ranks and the scheduler know it.
+
+    What becomes of it there only workers know; it depends on device and backend, told beside it.
+    """
+    from vllm import envs
+
+    if hasattr(cache, "kv_cache_layout"):
+        return str(cache.kv_cache_layout)
+    return str(envs.VLLM_KV_CACHE_LAYOUT)
 
 
 def _state_details(spec: Any) -> dict[str, str]:

@@ -43,6 +43,8 @@ def engine(**changed: Any) -> tuple[Any, Any, dict[str, Any]]:
         "dtype": "bfloat16",
         "cache_dtype": "auto",
         "cache_layout": None,
+        "has_cache_layout": True,
+        "wished_layout": None,
         "ranks": 1,
         "page_tokens": 32,
         "heads": 2,
@@ -102,9 +104,10 @@ def engine(**changed: Any) -> tuple[Any, Any, dict[str, Any]]:
             SimpleNamespace(layer_names=names, kv_cache_spec=spec, is_eagle_group=False)
             for names, spec in groups
         ],
-        kv_cache_layout=at["cache_layout"],
         num_blocks=100,
     )
+    if at["has_cache_layout"]:
+        cache.kv_cache_layout = at["cache_layout"]
     return config, cache, at["extra"]
 
 
@@ -125,6 +128,7 @@ def namespace_id(monkeypatch: pytest.MonkeyPatch) -> Callable[..., bytes]:
         vllm, platforms = ModuleType("vllm"), ModuleType("vllm.platforms")
         attention = ModuleType("vllm.v1.attention.backends.cpu_attn")
         vllm.__version__ = at["version"]  # type: ignore[attr-defined]
+        vllm.envs = SimpleNamespace(VLLM_KV_CACHE_LAYOUT=at["wished_layout"])  # type: ignore[attr-defined]
         platforms.current_platform = SimpleNamespace(  # type: ignore[attr-defined]
             device_type=at["device"],
             is_cpu=lambda: at["device"] == "cpu",
@@ -178,6 +182,16 @@ def test_whatever_shapes_the_bytes_is_part_of_the_namespace(
 
 def test_a_patch_release_keeps_the_cache(namespace_id: Callable[..., bytes]) -> None:
     assert namespace_id(version="0.32.1+cpu") == namespace_id()
+
+
+def test_the_layout_is_told_by_the_cache_or_before_that_by_the_operator(
+    namespace_id: Callable[..., bytes],
+) -> None:
+    layouts = [None, "NHD", "HND"]
+    old = {namespace_id(has_cache_layout=False, wished_layout=layout) for layout in layouts}
+    assert len(old) == len(layouts)
+    told = {namespace_id(cache_layout="LBNHC", wished_layout=layout) for layout in layouts}
+    assert len(told) == 1, "a wish that was dropped"
 
 
 @pytest.mark.parametrize("split", ["decode_context_parallel_size", "prefill_context_parallel_size"])
