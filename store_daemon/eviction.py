@@ -156,8 +156,7 @@ class EvictionQueue:
         self, namespace_id: NamespaceId, is_evictable: Callable[[Block], bool]
     ) -> Block | None:
         """The namespace's next victim. It stays queued; evicting it is the caller's."""
-        known = (namespace_id,) if namespace_id in self._lanes else ()
-        return self._choose(known, is_evictable)
+        return self._choose((namespace_id,), is_evictable)
 
     def oldest_of_all(self, is_evictable: Callable[[Block], bool]) -> Block | None:
         """The next victim whatever its namespace. O(namespaces)."""
@@ -211,6 +210,7 @@ class EvictionQueue:
     def _choose_by_policy(
         self, namespaces: Sequence[NamespaceId], is_evictable: Callable[[Block], bool]
     ) -> Block | None:
+        namespaces = [one for one in namespaces if one in self._lanes]
         if self._policy.is_by_access:
             return self._oldest_by_access(namespaces, is_evictable)
         # A policy may give each candidate a few more rounds, but not forever.

@@ -10,10 +10,11 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from emberkv_proto.types import BlockHash
-from store_daemon.block import Block
+from store_daemon.block import Block, StoredNamespace
 from store_daemon.policies import POLICIES, EvictionPolicy
 from store_daemon.policies.lru import LruPolicy
 from tests.helpers.evictions import EvictionDouble
+from tests.helpers.store import chain, small_namespace
 
 STEPS = 3000
 
@@ -208,6 +209,17 @@ def test_a_policy_that_breaks_is_replaced_by_lru_and_counted_once(
     assert healthy.failures == 0
     assert [record.levelname for record in caplog.records] == ["ERROR"]
     assert broken.take_victims() == healthy.take_victims()
+
+
+def test_a_policy_breaks_while_another_namespace_has_no_candidate_any_more() -> None:
+    double = EvictionDouble(_Broken("choose", 2))
+    double.request(double.hashes(0, 1), capacity=9)
+    assert double.evict(9) == 1
+    double.own = StoredNamespace.of(small_namespace(part_bytes=9000))
+    double.request(chain(double.own.namespace, 3), capacity=9)
+    assert double.evict(9) == 3
+    assert double.failures == 1
+    double.check()
 
 
 @pytest.mark.parametrize("after", sorted(POLICIES))
