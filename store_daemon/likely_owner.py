@@ -13,6 +13,9 @@ CHOSEN_IN_A_ROW = 2
 KNOWN_SECONDS = 10.0
 """After so long without a pull from it, the index is asked: it knows who has gone meanwhile."""
 
+MOST_GUESSES = 16
+"""In a row; then the index is asked once: another node may be the better one by now."""
+
 
 class LikelyOwner:
     """Told of every pull. Belongs to one event loop."""
@@ -21,6 +24,8 @@ class LikelyOwner:
         self._node_id: NodeId | None = None
         self._in_a_row = 0
         self._used_at = float("-inf")
+        self._guesses = 0
+        """Since the index was asked last."""
 
     def gave(self, node_id: NodeId, now: float) -> None:
         """A pull brought blocks from there."""
@@ -33,4 +38,8 @@ class LikelyOwner:
 
     def guess(self, now: float) -> NodeId | None:
         is_known = now - self._used_at <= KNOWN_SECONDS
-        return self._node_id if is_known and self._in_a_row >= CHOSEN_IN_A_ROW else None
+        if not is_known or self._in_a_row < CHOSEN_IN_A_ROW or self._guesses == MOST_GUESSES:
+            self._guesses = 0
+            return None
+        self._guesses += 1
+        return self._node_id

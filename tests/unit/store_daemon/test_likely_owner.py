@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from emberkv_proto.types import NodeId
-from store_daemon.likely_owner import CHOSEN_IN_A_ROW, KNOWN_SECONDS, LikelyOwner
+from store_daemon.likely_owner import CHOSEN_IN_A_ROW, KNOWN_SECONDS, MOST_GUESSES, LikelyOwner
 
 A, B = NodeId("a"), NodeId("b")
 
@@ -38,3 +38,12 @@ def test_the_index_is_asked_after_a_pause() -> None:
     likely = told(A, A)
     assert likely.guess(KNOWN_SECONDS) == A
     assert likely.guess(KNOWN_SECONDS + 0.1) is None
+
+
+def test_the_index_is_asked_once_in_a_while() -> None:
+    likely = told(A, A)
+    for _ in range(2):
+        assert [likely.guess(0.0) for _ in range(MOST_GUESSES)] == [A] * MOST_GUESSES
+        assert likely.guess(0.0) is None
+    likely.gave(B, 0.0)
+    assert likely.guess(0.0) is None
