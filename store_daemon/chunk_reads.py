@@ -10,6 +10,8 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 
+from client_sdk.transport.base import BusyHereError
+
 
 class ChunkReads:
     """Begins chunks in order, so many at a time. Belongs to one event loop; always `join` it."""
@@ -24,7 +26,8 @@ class ChunkReads:
     ) -> None:
         """`read` runs in `threads`: the chunk's good blocks, or an error, which ends the reads.
 
-        Of the first chunk it runs in `first_threads`, if there are any.
+        Of the first chunk it runs in `first_threads`, if there are any. A thread that cannot be had
+        is a BusyHereError of the chunk that it was for.
         """
         self._loop = asyncio.get_running_loop()
         self._read = read
@@ -33,7 +36,8 @@ class ChunkReads:
         self._first_threads = first_threads or threads
         self._lock = threading.Lock()
         self._next = 0
-        self._is_over = False
+        self._end = len(chunks)
+        """No chunk from this one on is read."""
         self._works: list[Future[None]] = []
         self._results: list[asyncio.Future[int]] = [self._loop.create_future() for _ in chunks]
         for _ in range(at_once):
@@ -52,7 +56,7 @@ class ChunkReads:
         """Begin no more, and wait until no thread reads, even while being cancelled; then pass the
         cancellation on."""
         with self._lock:
-            self._is_over = True
+            self._end = 0
             works = list(self._works)
         pending = {asyncio.wrap_future(work) for work in works if not work.cancel()}
         interrupted: asyncio.CancelledError | None = None
@@ -70,26 +74,39 @@ class ChunkReads:
     def check_integrity(self) -> None:
         """Assert that each chunk was begun at most once, and in order."""
         with self._lock:
-            assert len(self._works) == self._next <= len(self._chunks)
+            assert len(self._works) <= self._next <= len(self._chunks)
             assert not any(result.done() for result in self._results[self._next :])
 
     def _begin_next(self) -> None:
         with self._lock:
-            if not self._is_over and self._next < len(self._chunks):
-                threads = self._threads if self._next else self._first_threads
-                self._works.append(threads.submit(self._work, self._next))
-                self._next += 1
+            if self._next >= self._end:
+                return
+            number = self._next
+            self._next += 1
+            threads = self._threads if number else self._first_threads
+            try:
+                self._works.append(threads.submit(self._work, number))
+            except RuntimeError as error:
+                # The executor may have queued it all the same: see `_work`.
+                self._end = number
+                refused = BusyHereError(f"no thread to read with: {error}")
+                self._loop.call_soon_threadsafe(self._came, number, 0, refused)
 
     def _work(self, number: int) -> None:
+        with self._lock:
+            if number >= self._end:
+                return
         chunk = self._chunks[number]
         good, error = 0, None
         try:
             good = self._read(chunk)
         except BaseException as caught:  # the loop raises it
             error = caught
-        if good == len(chunk):
-            self._begin_next()
-        self._loop.call_soon_threadsafe(self._came, number, good, error)
+        try:
+            if good == len(chunk):
+                self._begin_next()
+        finally:
+            self._loop.call_soon_threadsafe(self._came, number, good, error)
 
     def _came(self, number: int, good: int, error: BaseException | None) -> None:
         result = self._results[number]

@@ -8,12 +8,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
-from emberkv_proto.errors import UnavailableError
+from emberkv_proto.errors import DeadlineError, UnavailableError
 from emberkv_proto.types import Incarnation
 
 
 class ReadCancelledError(UnavailableError):
     """The reader gave up; the peer is not to blame."""
+
+
+class BusyHereError(DeadlineError):
+    """This side has no connection or thread free; that says nothing of the peer."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
+from client_sdk.transport.base import BusyHereError
 from store_daemon.chunk_reads import ChunkReads
 
 CHUNKS = [range(4), range(4, 8), range(8, 12), range(12, 14)]
@@ -127,3 +129,33 @@ async def test_chunks_that_no_thread_has_begun_are_taken_back() -> None:
         await reads.join()
         assert not reading.begun, "the only thread is busy"
         go_on.set()
+
+
+class OutOfThreads(ThreadPoolExecutor):
+    """Cannot start a thread for one of its works, and keeps that one queued, as executors do."""
+
+    def __init__(self, refused: int) -> None:
+        super().__init__(4)
+        self._left = refused
+
+    def submit(self, *work: Any) -> Future[Any]:  # type: ignore[override]
+        future = super().submit(*work)
+        self._left -= 1
+        if self._left < 0:
+            raise RuntimeError("can't start new thread")
+        return future
+
+
+@pytest.mark.parametrize("refused", [0, 1, 2])
+async def test_a_thread_that_cannot_be_had_is_the_error_of_its_chunk_which_nobody_reads(
+    refused: int,
+) -> None:
+    reading = Reading()
+    with OutOfThreads(refused) as threads:
+        reads = ChunkReads(reading, CHUNKS, 2, threads)
+        assert [await reads.good_blocks(n, SECONDS) for n in range(refused)] == [4] * refused
+        with pytest.raises(BusyHereError, match="can't start new thread"):
+            await reads.good_blocks(refused, SECONDS)
+        await reads.join()
+        reads.check_integrity()
+    assert reading.begun == {4 * n for n in range(refused)}
