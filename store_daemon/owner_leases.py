@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Coroutine, Mapping
 
+from client_sdk.transport.base import BusyHereError
 from emberkv_proto.errors import EmberError
 from emberkv_proto.types import NodeId
 from store_daemon.peer_client import LeaseOwner, PeerClient, RemoteGrant, Wish
@@ -47,7 +49,9 @@ class OwnerLeases:
         loop = asyncio.get_running_loop()
         until = loop.time() + timeout_seconds
         if is_first and not wish.wait_seconds and self._quick.may_ask(owner):
-            lent = await self._quick.ask(owner, wish, timeout_seconds)
+            lent = None
+            with contextlib.suppress(BusyHereError):
+                lent = await self._quick.ask(owner, wish, timeout_seconds)
             if lent is not None:
                 self.quick_leases += bool(lent.grant.lease_id)
                 return lent
@@ -66,7 +70,10 @@ class OwnerLeases:
         self, owner: LeaseOwner, wish: Wish, timeout_seconds: float
     ) -> RemoteGrant | None:
         """A lease of what is in the owner's DRAM, the quick way, which `may_be_quick` has just
-        said to be there. None: of nothing, or it did not come in time, for whatever reason."""
+        said to be there. None: of nothing, or it did not come in time, for whatever reason.
+
+        Raises BusyHereError when others have taken that way meanwhile.
+        """
         asked = asyncio.create_task(self._ask_at_once(owner, wish, timeout_seconds))
         try:
             await asyncio.wait({asked})
@@ -75,6 +82,8 @@ class OwnerLeases:
             raise
         try:
             lent = asked.result()
+        except BusyHereError:
+            raise
         except EmberError:
             return None
         if lent is None:
@@ -124,7 +133,7 @@ class OwnerLeases:
         self, owner: LeaseOwner, wish: Wish, timeout_seconds: float
     ) -> RemoteGrant | None:
         if not self._quick.may_ask(owner):  # others have asked between this task's making and start
-            return None
+            raise BusyHereError(f"{owner.node_id} is being asked")
         return await self._quick.ask(owner, wish, timeout_seconds, ready_only=True)
 
     async def _give_back_unasked(

@@ -9,7 +9,7 @@ from functools import partial
 
 from client_sdk import faults
 from client_sdk.transport.base import Cancellation, Peer, Segment
-from emberkv_proto.errors import CorruptionError, DeadlineError, IntegrityError
+from emberkv_proto.errors import CorruptionError, DeadlineError, IntegrityError, UnavailableError
 from emberkv_proto.hashing import checksum
 from emberkv_proto.types import BlockHash
 from store_daemon.chunk_reads import ChunkReads
@@ -30,6 +30,8 @@ class TransferLimits:
     reads_in_flight: int = 2
     """Of one transfer."""
     threads: int = 8
+    first_seconds: float = 5.0
+    """How long what comes right behind a lease may take; then it is read like the rest."""
     first_threads: int = 4
     """For what comes right behind leases. It holds its connection already, and all other threads
     may be waiting for just that one: it must not wait for them."""
@@ -147,8 +149,13 @@ class PeerTransfers:
         faults.hit(faults.PEER_READ)
         found: list[int] = []
         if first_bytes is not None and blocks[0] == 0:
-            found += first_bytes.take(segments, deadline - self._clock(), cancellation)
-            segments = []
+            seconds = min(deadline - self._clock(), self.limits.first_seconds)
+            try:
+                found += first_bytes.take(segments, seconds, cancellation)
+                segments = []
+            except (UnavailableError, DeadlineError):
+                # The lease stands without them, and a busy owner may yet answer.
+                cancellation.check()
         for first in range(0, len(segments), _SEGMENTS_PER_READ):
             some = segments[first : first + _SEGMENTS_PER_READ]
             sums = self._transport.read(

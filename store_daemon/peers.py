@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from client_sdk.index_client import IndexedNode
 from client_sdk.tls import Tls
+from client_sdk.transport.base import BusyHereError
 from emberkv_proto.errors import (
     DeadlineError,
     EmberError,
@@ -307,7 +308,10 @@ class PeerPuller:
         hashes = hashes[: min(mine.expected, in_time)]
         window = hashes[: self._window_blocks(run)]
         seconds = min(self._limits.guess_seconds, run.deadline - self._clock())
-        lent = await self._leases.ask_at_once(owner, self._wish(run, node_id, window), seconds)
+        try:
+            lent = await self._leases.ask_at_once(owner, self._wish(run, node_id, window), seconds)
+        except BusyHereError:
+            return False
         if lent is None:
             self.counters.wrong_guesses += 1
             self._likely.was_wrong()

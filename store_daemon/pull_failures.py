@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from client_sdk.transport.base import BusyHereError
 from emberkv_proto.errors import (
     CorruptionError,
     DeadlineError,
@@ -15,6 +16,7 @@ from emberkv_proto.errors import (
 )
 
 _REASONS: Mapping[type[EmberError], str] = {
+    BusyHereError: "busy_here",
     DeadlineError: "deadline",
     LeaseExpiredError: "lease",
     StaleIncarnationError: "incarnation",
@@ -33,6 +35,8 @@ def is_blamed(
     error: EmberError, has_landed: bool, waited_seconds: float, blame_seconds: float
 ) -> bool:
     """Whether the breaker counts this. A tight deadline that passed is no failure of the peer."""
+    if isinstance(error, BusyHereError):
+        return False
     if isinstance(error, DeadlineError):
         return not has_landed and waited_seconds >= blame_seconds
     return isinstance(error, UnavailableError | InvalidRequestError | CorruptionError)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from google.protobuf.message import DecodeError
 
 from client_sdk import faults
-from client_sdk.transport.base import Cancellation, Peer, TransportAddress
+from client_sdk.transport.base import BusyHereError, Cancellation, Peer, TransportAddress
 from emberkv_proto.errors import DeadlineError, EmberError, InvalidRequestError
 from emberkv_proto.types import NodeId
 from emberkv_proto.v1 import store_pb2
@@ -44,7 +44,8 @@ class QuickLeases:
         self._known: dict[NodeId, _Known] = {}
         self._threads = ThreadPoolExecutor(AT_ONCE, "emberkv-lease")
         self._closing = Cancellation()
-        self._asking = 0
+        self._asking: set[NodeId] = set()
+        """One request each: more would keep connections from the reads of the first."""
 
     def learn(self, owner: LeaseOwner, remote: RemoteGrant) -> None:
         """What gRPC said of the way there."""
@@ -60,7 +61,7 @@ class QuickLeases:
     def may_ask(self, owner: LeaseOwner) -> bool:
         """Whether there is a way there, and no wait for it."""
         known = self._known.get(owner.node_id)
-        if known is None or known.address != owner.address or self._asking == AT_ONCE:
+        if known is None or known.address != owner.address or self._is_asking(owner.node_id):
             return False
         peer = self._connections.known(owner.node_id, known.source)
         return peer is None or not self._transport.is_busy(peer)
@@ -70,15 +71,16 @@ class QuickLeases:
     ) -> RemoteGrant | None:
         """Lease at an owner of which `may_ask` has just said yes; None: ask it by gRPC.
 
-        Not to be cancelled: the lease may be given already. Raises DeadlineError, and what a fault
-        point raises.
+        Not to be cancelled: the lease may be given already. Raises BusyHereError where reads leave
+        it no connection, DeadlineError, and what a fault point raises.
         """
         known = self._known[owner.node_id]
         request = lease_request(self._node_id, wish.namespace, wish.hashes, wish.lease_seconds)
         request.ready_only = ready_only
         request.ticket = known.ticket
         faults.hit(faults.PEER_LEASE)
-        self._asking += 1
+        assert not self._is_asking(owner.node_id)
+        self._asking.add(owner.node_id)
         try:
             peer = self._connections.to(owner.node_id, known.source)
             reply = await asyncio.get_running_loop().run_in_executor(
@@ -86,12 +88,14 @@ class QuickLeases:
             )
         except DeadlineError:
             raise
+        except RuntimeError as error:
+            raise BusyHereError(f"no thread to ask with: {error}") from None
         except EmberError:
             # Of another life, gone, or of another mind: gRPC tells, and gives a new ticket.
             self._known.pop(owner.node_id, None)
             return None
         finally:
-            self._asking -= 1
+            self._asking.discard(owner.node_id)
         try:
             message = store_pb2.PeerAcquireResponse.FromString(reply.answer)
             grant = grant_from_wire(message, wish.namespace, len(wish.hashes))
@@ -101,6 +105,9 @@ class QuickLeases:
             self._known.pop(owner.node_id, None)
             return None
         return RemoteGrant(grant, known.source, known.ticket, reply.first)
+
+    def _is_asking(self, node_id: NodeId) -> bool:
+        return node_id in self._asking or len(self._asking) == AT_ONCE
 
     def cancel(self) -> None:
         """Make all requests under way fail soon."""
@@ -113,7 +120,7 @@ class QuickLeases:
 
     def check_integrity(self) -> None:
         """Assert the bound on requests, and that every way has its ticket."""
-        assert 0 <= self._asking <= AT_ONCE
+        assert len(self._asking) <= AT_ONCE
         assert all(known.ticket for known in self._known.values())
 
     def _ask(

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from client_sdk.transport.base import Cancellation, TransportAddress
+from client_sdk.transport.base import BusyHereError, Cancellation, TransportAddress
 from client_sdk.transport.frames import HELLO_BYTES, MAGIC, Hello, Status
 from client_sdk.transport.timed_socket import Clock, TimedSocket
 from emberkv_proto.errors import (
@@ -71,11 +71,18 @@ class PeerConnections(Generic[L]):
         self._closing = Cancellation()
 
     @contextmanager
-    def connection(self, seconds: float, cancellation: Cancellation) -> Iterator[L]:
-        """Lend a link; it is kept only when the body ends without an error."""
+    def connection(
+        self, seconds: float, cancellation: Cancellation, wait_seconds: float = float("inf")
+    ) -> Iterator[L]:
+        """Lend a link; it is kept only when the body ends without an error.
+
+        `seconds` are for all, `wait_seconds` of them for a link to be free. Raises BusyHereError
+        when none is, and as `Transport.read`.
+        """
         deadline = self._clock() + seconds
-        if not self._slots.acquire(timeout=max(0.0, seconds)):
-            raise DeadlineError(f"no free connection to {self.address.address} in {seconds} s")
+        wait = max(0.0, min(seconds, wait_seconds))
+        if not self._slots.acquire(timeout=wait):
+            raise BusyHereError(f"no free connection to {self.address.address} in {wait:.3f} s")
         with self._lock:
             self._lent += 1
         try:

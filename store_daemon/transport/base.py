@@ -153,6 +153,7 @@ class Transport(Protocol):
         The first blocks' bytes come behind, where this transport has them come that way.
 
         Raises as `read`; UnavailableError also when the owner does not lend so, whyever: gRPC says.
+        BusyHereError when reads leave it no connection.
         """
         ...
 

@@ -26,6 +26,8 @@ from store_daemon.ports import PoolRange
 from store_daemon.transport.base import LeaseReply, Lend
 from store_daemon.transport.ranges import checked_total, receive_segments
 
+FREE_SECONDS = 0.05
+"""How long a request waits for reads to leave it a connection; gRPC needs none of theirs."""
 Borrowed = Callable[[], AbstractContextManager[memoryview]]
 """The region, which stays registered while the body runs."""
 SendRange = Callable[[TimedSocket, int, PoolRange], None]
@@ -74,7 +76,7 @@ def ask_lease(
     """The reader's side. As `Transport.ask_lease`."""
     where = peer.address.address
     with ExitStack() as held:
-        link = held.enter_context(peer.connection(deadline_seconds, cancellation))
+        link = held.enter_context(peer.connection(deadline_seconds, cancellation, FREE_SECONDS))
         link.sock.send(LeaseRequest(first_blocks, len(request)).pack() + request)
         head = LeaseAnswer.unpack(link.sock.receive(ANSWER_BYTES))
         answer = bytes(link.sock.receive(head.body_bytes))

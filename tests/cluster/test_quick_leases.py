@@ -231,6 +231,36 @@ async def test_an_owner_that_does_not_answer_a_guess_is_asked_again_as_the_index
     assert guesses(here) == (1, 1)
 
 
+async def test_first_bytes_that_do_not_come_are_read_like_the_rest(here: Here) -> None:
+    await acquainted(here)
+    transfers = here.puller._transfers
+    transfers.limits = replace(transfers.limits, first_seconds=0.05)
+    go_on = here.owner.store.hold_reads(here.hashes[8:12])
+    asyncio.get_running_loop().call_later(0.5, go_on.set)
+    assert await pull(here, 8, 20) == 20
+    assert guesses(here) == (1, 0)
+    assert not here.failures
+
+
+async def test_no_thread_to_ask_or_to_read_with_is_no_fault_of_the_owner(
+    here: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def submit(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    await acquainted(here)
+    quick, transfers = here.puller._leases._quick, here.puller._transfers
+    with monkeypatch.context() as patched:
+        patched.setattr(quick._threads, "submit", submit)
+        assert await pull(here, 8, 4) == 4
+        patched.setattr(transfers._threads, "submit", submit)
+        for _ in range(4):
+            assert await pull(here, 12, 4) == 0
+    assert here.failures == {"busy_here": 4}
+    assert await pull(here, 12, 8) == 8
+    assert guesses(here)[1] == 0
+
+
 async def test_cancelled_while_the_first_bytes_come_nothing_is_written_later(here: Here) -> None:
     await acquainted(here)
     go_on = here.owner.store.hold_reads(here.hashes[9:])

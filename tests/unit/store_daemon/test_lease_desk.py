@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from client_sdk.transport.base import Cancellation, Segment, TransportAddress
+from client_sdk.transport.base import BusyHereError, Cancellation, Segment, TransportAddress
 from client_sdk.transport.connections import Link, PeerConnections, ReadLimits, exchange_hellos
 from client_sdk.transport.frames import (
     ANSWER_BYTES,
@@ -207,6 +207,20 @@ async def test_first_bytes_wait_for_no_thread_that_waits_for_their_connection(
         transfers.close()
         target.check()
         assert set(target.landed) == set(HASHES[:6])
+
+
+def test_a_request_waits_hardly_for_a_connection_that_reads_hold(owner: PeerNode) -> None:
+    asked = request(owner).SerializeToString()
+    with reading() as (transport, _):
+        peer = transport.connect(owner.address)
+        held = [transport.ask_lease(peer, asked, 8, 30.0, Cancellation()) for _ in range(2)]
+        began = time.monotonic()
+        with pytest.raises(BusyHereError):
+            transport.ask_lease(peer, asked, 8, 30.0, Cancellation())
+        assert time.monotonic() - began < 15.0
+        for reply in held:
+            assert reply.first is not None
+            reply.first.abandon()
 
 
 def test_a_lease_outlives_first_bytes_that_were_abandoned(owner: PeerNode) -> None:

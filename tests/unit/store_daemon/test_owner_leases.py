@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from client_sdk.transport.base import TransportAddress
+from client_sdk.transport.base import BusyHereError, TransportAddress
 from emberkv_proto.types import Incarnation, NodeId
 from store_daemon.owner_leases import OwnerLeases
 from store_daemon.peer_client import LeaseOwner, RemoteGrant, Wish
@@ -31,6 +31,11 @@ class FirstThings:
 class Client:
     def __init__(self) -> None:
         self.released: list[int] = []
+
+        self.lent = object()
+
+    async def acquire(self, *_: object) -> object:
+        return self.lent
 
     async def release(self, address: str, lease_id: int, timeout_seconds: float) -> None:
         assert address == OWNER.address
@@ -70,3 +75,22 @@ async def test_a_lease_of_nothing_holds_no_connection_and_is_given_back(lease_id
     await leases.close()
     assert liar.first.is_abandoned
     assert client.released == [lease_id] * bool(lease_id)
+
+
+class NoConnection(Liar):
+    async def ask(self, *_: object, ready_only: bool = False) -> RemoteGrant:
+        raise BusyHereError("reads have them all")
+
+    def learn(self, *_: object) -> None:
+        pass
+
+
+async def test_without_a_connection_a_lease_is_asked_for_by_grpc_and_none_is_guessed() -> None:
+    quick: Any = NoConnection(0)
+    client: Any = Client()
+    leases = OwnerLeases(client, quick, 1.0, lambda reason, error: None)
+    wish = Wish(NAMESPACE, chain(NAMESPACE, 2), 5.0, 2)
+    assert await leases.ask(OWNER, wish, 5.0, is_first=True) is client.lent
+    with pytest.raises(BusyHereError):
+        await leases.ask_at_once(OWNER, wish, 5.0)
+    await leases.close()
