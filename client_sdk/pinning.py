@@ -10,6 +10,7 @@ import contextlib
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -37,6 +38,8 @@ class _Pinned:
 
     mapping: PoolMapping
     """Keeps the memory mapped for as long as the driver knows it."""
+    pools: set[weakref.ref[AttachedPool]] = field(default_factory=set)
+    """Of the sessions that used it and are not over."""
     addresses: list[int] = field(default_factory=list)
     users: int = 0
     is_begun: bool = False
@@ -48,7 +51,8 @@ class PoolPinning:
 
     Nothing here raises: a failure is logged once, told to `failed`, and copies go on unpinned. What
     the driver took before it refused a chunk stays registered, since copies may run on it. A pool
-    whose daemon went away is given back when its last user has left.
+    is given back when its last user has left and another one is used, or no session has it: its
+    memory would stay taken beside that of a daemon that was started again.
     """
 
     def __init__(self, registry: HostRegistry | None, failed: Callable[[], None]) -> None:
@@ -76,6 +80,7 @@ class PoolPinning:
             return
         with self._changed:
             pinned = self._pinned(pool.mapping)
+            pinned.pools.add(weakref.ref(pool, self._left))
             pinned.users += 1
             self._changed.notify_all()
         try:
@@ -142,7 +147,7 @@ class PoolPinning:
 
     def _next(self) -> Callable[[], None] | None:
         """What the thread has to do now."""
-        if self._is_closing and self._current is not None:
+        if self._current is not None and (self._is_closing or not self._current.pools):
             self._retired.append(self._current)
             self._current = None
         for pinned in self._retired:
@@ -154,6 +159,14 @@ class PoolPinning:
             current.is_begun = True
             return lambda: self._pin(current)
         return None
+
+    def _left(self, pool: weakref.ref[AttachedPool]) -> None:
+        """A session is over. The collector may call this in any thread."""
+        with self._changed:
+            for pinned in (self._current, *self._retired):
+                if pinned is not None:
+                    pinned.pools.discard(pool)
+            self._changed.notify_all()
 
     # ---- the pinning thread ----
 
@@ -176,7 +189,7 @@ class PoolPinning:
         mapping = pinned.mapping
         for start in range(0, mapping.length, PIN_CHUNK_BYTES):
             with self._changed:
-                if self._is_closing or pinned is not self._current:
+                if self._is_closing or pinned is not self._current or not pinned.pools:
                     return  # what is registered of it is given back as it retires
             length = min(PIN_CHUNK_BYTES, mapping.length - start)
             try:

@@ -116,9 +116,9 @@ def test_a_close_waits_for_the_chunk_under_way_and_begins_no_other() -> None:
             begun.set()
             assert go_on.wait(SECONDS)
 
-    cuda = RecordedCuda(before_register=hold)
+    cuda, pool = RecordedCuda(before_register=hold), fresh_pool(3 * CHUNK)
     pinned = PoolPinning(CudaRegistry(0, cuda), lambda: None)
-    begin(pinned, fresh_pool(3 * CHUNK))
+    begin(pinned, pool)
     assert begun.wait(SECONDS)
     closer = threading.Thread(target=pinned.close)
     closer.start()
@@ -173,6 +173,47 @@ def test_a_daemons_old_pool_is_given_back_when_its_last_copy_is_over() -> None:
     wait_until(lambda: (gc.collect(), gone() is None)[1], SECONDS)
     pinned.close()
     assert not cuda.registered
+
+
+def test_a_pool_that_no_session_has_any_more_is_given_back_without_another() -> None:
+    cuda = RecordedCuda()
+    with AnonymousPool(2 * CHUNK) as memory:
+        sessions = [AttachedPool(memory.descriptor, 2 * CHUNK, 4096) for _ in range(2)]
+    gone = weakref.ref(sessions[0].mapping)
+    pinned = PoolPinning(CudaRegistry(0, cuda), lambda: None)
+    for pool in (*sessions, *sessions):
+        begin(pinned, pool)
+    del pool
+    wait_until(lambda: pinned.pinned_bytes == 2 * CHUNK, SECONDS)
+    sessions.pop()
+    gc.collect()
+    assert pinned.pinned_bytes == 2 * CHUNK, "given back under a session that lasts"
+    sessions.clear()
+    wait_until(lambda: (gc.collect(), gone() is None)[1], SECONDS)
+    assert not cuda.registered
+    pinned.check_integrity()
+    pinned.close()
+
+
+def test_of_a_pool_that_no_session_has_any_more_no_other_chunk_is_registered() -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def hold(number: int) -> None:
+        begun.set()
+        assert go_on.wait(SECONDS)
+
+    cuda, pool = RecordedCuda(before_register=hold), fresh_pool(3 * CHUNK)
+    gone = weakref.ref(pool.mapping)
+    pinned = PoolPinning(CudaRegistry(0, cuda), lambda: None)
+    begin(pinned, pool)
+    assert begun.wait(SECONDS)
+    del pool
+    gc.collect()
+    assert gone() is not None, "unmapped while the driver registers it"
+    go_on.set()
+    wait_until(lambda: (gc.collect(), gone() is None)[1], SECONDS)
+    assert len(cuda.asked) == 1
+    pinned.close()
 
 
 def test_a_chunk_that_is_not_given_back_keeps_no_other_from_it() -> None:

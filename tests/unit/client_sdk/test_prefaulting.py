@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from client_sdk import prefaulting
+from client_sdk import page_entries, prefaulting
 from client_sdk.attached_pool import AttachedPool
 from client_sdk.page_entries import enter_beside
 from client_sdk.prefaulting import PoolPrefault
@@ -95,3 +97,43 @@ def test_another_pool_ends_the_one_before_and_the_end_ends_all(
     mapping.begin(pools[2])
     assert begun == [first, second]
     assert not prefault_threads()
+
+
+def test_a_pool_that_was_mapped_is_let_go_with_its_last_user() -> None:
+    pool = populated_pool()
+    mapping = PoolPrefault()
+    mapping.begin(pool)
+    wait_until(lambda: not prefault_threads(), "the pool is not mapped")
+    gone = weakref.ref(pool.mapping)
+    del pool
+    gc.collect()
+    assert gone() is None
+    mapping.close()
+
+
+def test_mapping_a_pool_ends_and_lets_it_go_when_nobody_else_holds_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    entered = []
+    begun, go_on = threading.Event(), threading.Event()
+
+    def enter(address: int, length: int) -> bool:
+        entered.append(address)
+        begun.set()
+        return go_on.wait(SECONDS)
+
+    monkeypatch.setattr(page_entries, "STEP_BYTES", PAGE)
+    monkeypatch.setattr(page_entries, "enter_pages", enter)
+    pool = populated_pool()
+    gone = weakref.ref(pool.mapping)
+    mapping = PoolPrefault()
+    mapping.begin(pool)
+    assert begun.wait(SECONDS)
+    del pool
+    gc.collect()
+    assert gone() is not None, "unmapped while its pages are entered"
+    go_on.set()
+    wait_until(lambda: not prefault_threads(), "a pool of nobody is mapped on")
+    assert gone() is None
+    assert len(entered) == 1
+    mapping.close()
