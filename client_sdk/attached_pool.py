@@ -173,7 +173,8 @@ class AttachedPool(PoolShape):
         length, numbers, offsets = self.part_bytes, parts.numbers, parts.offsets
         if isinstance(numbers, range) and offsets:
             first, size = offsets[0], len(offsets) * length
-            if offsets == [*range(first, first + size, length)]:  # one run, as nearly always
+            is_whole = numbers == range(numbers.start, numbers.start + len(offsets))
+            if is_whole and offsets == [*range(first, first + size, length)]:  # one run, as nearly always
                 yield _Run(numbers.start * length, first, size)
                 return
         begun: _Run | None = None

@@ -91,6 +91,21 @@ def test_neighbours_on_both_sides_are_one_copy(monkeypatch: pytest.MonkeyPatch) 
     assert lengths == [3, 2, 1]
 
 
+@pytest.mark.parametrize("numbers", [range(3), range(5), range(0)], ids=str)
+def test_places_without_a_number_and_numbers_without_a_place_are_refused(numbers: range) -> None:
+    places = PartPlaces(numbers, [slot * PAGE for slot in range(4)])
+    with pytest.raises(ValueError, match="zip"):
+        fresh_pool().read_places(places, np.zeros(5 * PAGE, np.uint8))
+
+
+def test_numbers_with_gaps_are_no_single_run() -> None:
+    pool = fresh_pool()
+    source = np.frombuffer(random.Random(1).randbytes(4 * PAGE), np.uint8)
+    pool.write_places(PartPlaces(range(0, 4, 2), [0, PAGE]), source)
+    assert pool.readable(0) == source[:PAGE].data
+    assert pool.readable(PAGE) == source[2 * PAGE : 3 * PAGE].data
+
+
 def test_blocks_go_in_and_come_out_through_one_buffer(client: SyncClient) -> None:
     written = content(len(HASHES))
     with client.stage(HASHES) as staged:
