@@ -173,8 +173,9 @@ class AttachedPool(PoolShape):
         length, numbers, offsets = self.part_bytes, parts.numbers, parts.offsets
         if isinstance(numbers, range) and offsets:
             first, size = offsets[0], len(offsets) * length
-            is_whole = numbers == range(numbers.start, numbers.start + len(offsets))
-            if is_whole and offsets == [*range(first, first + size, length)]:  # one run, as nearly always
+            in_a_row = range(numbers.start, numbers.start + len(offsets))
+            # One run, as nearly always.
+            if numbers == in_a_row and offsets == [*range(first, first + size, length)]:
                 yield _Run(numbers.start * length, first, size)
                 return
         begun: _Run | None = None
