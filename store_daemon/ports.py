@@ -26,7 +26,11 @@ class EventSink(Protocol):
 
 
 class Residency(Protocol):
-    """The catalog's truth, asked for snapshots and digests. Called on the event loop."""
+    """The catalog's truth, asked for snapshots and digests. Called on the event loop.
+
+    What it answers is the state right after the last event: events that wait to be told, as those
+    of a run that lands do, are told first.
+    """
 
     def resident_keys(self, tier: Tier) -> Keys: ...
 

@@ -242,10 +242,11 @@ class Publisher:
         At most MAX_SNAPSHOTS are open at once; more wait. Close the iterator (`aclosing`).
         """
         async with self._snapshots:
+            digests = self._residency.digests()  # which may tell of more events
             seq = self.seq
             pages = [
                 (digest.tier, page)
-                for digest in self._residency.digests()
+                for digest in digests
                 for page in _pages(self._residency.resident_keys(digest.tier).copy())
             ] or [(Tier.DRAM, np.empty(0, np.uint64))]
             for number, (tier, keys) in enumerate(pages, start=1):
@@ -304,7 +305,7 @@ class Publisher:
             self._buckets.check(digest.tier, self._residency.resident_keys(digest.tier))
 
     def _report(self, *, with_xors: bool) -> NodeReport:
-        digests = tuple(self._residency.digests())
+        digests = tuple(self._residency.digests())  # which may tell of more events
         return NodeReport(
             self._node_id,
             self._incarnation,

@@ -428,12 +428,17 @@ class BlockStore:
         return HintedChain(self.holdings, self.lender.prefetches, namespace, hashes, scheduled)
 
     def resident_keys(self, tier: Tier) -> Keys:
+        self.holdings.publish()
         return self.holdings.catalog.resident_keys(tier)
 
     def scan_keys(self, tier: Tier) -> Iterator[Keys]:
-        return self.holdings.catalog.scan_keys(tier)
+        self.holdings.publish()
+        for page in self.holdings.catalog.scan_keys(tier):
+            yield page
+            self.holdings.publish()
 
     def digests(self) -> tuple[TierDigest, ...]:
+        self.holdings.publish()
         ledgers = self.holdings.catalog.ledgers
         return tuple(state.digest(ledgers[state.tier].xor) for state in self.tier_states())
 

@@ -31,6 +31,7 @@ from emberkv_proto.types import (
     NodeReport,
     Seq,
     Tier,
+    TierDigest,
 )
 from store_daemon import publisher as publisher_module
 from store_daemon.publisher import (
@@ -299,6 +300,35 @@ async def test_more_snapshots_than_allowed_wait_their_turn() -> None:
         assert len(await waiting) == 2
     for stream in held[1:]:
         await stream.aclose()
+
+
+class LateTeller(MemoryResidency):
+    """Tells of what has happened when it is asked for digests, as the store does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.untold: set[int] = set()
+
+    def digests(self) -> tuple[TierDigest, ...]:
+        untold, self.untold = self.untold, set()
+        if untold:
+            self.store(Tier.DRAM, untold)
+        return super().digests()
+
+
+async def test_what_is_told_for_a_snapshot_or_a_report_is_within_its_seq() -> None:
+    residency = LateTeller()
+    publisher = residency.sink = Publisher(
+        NodeId("n"), LIFE, residency, ring_events=64, batch_seconds=0.0, heartbeat_seconds=30.0
+    )
+    residency.store(Tier.DRAM, {1})
+    residency.untold = {2}
+    pages, follower = await pages_of(publisher), Follower()
+    assert {page.seq for page in pages} == {2}
+    follower.take_pages(pages)
+    residency.untold = {3}
+    await follow(publisher, follower, until_seq=3, reports=1)
+    assert follower.tiers[Tier.DRAM] == {1, 2, 3}
 
 
 async def test_rows_of_wished_buckets_come_in_stream_order_exact_at_their_seq() -> None:
