@@ -382,8 +382,8 @@ AGENTS_END_SECONDS = 10.0
 """How long a new life waits for processes of the last one, which the kernel kills with it."""
 
 
-def lock_holder(fd: int) -> str:
-    """Who holds the flock on a file, for error texts."""
+def lock_holder(fd: int) -> int | None:
+    """The pid that took the flock on a file (0: in another namespace); None: it is not seen."""
     status = os.fstat(fd)
     wanted = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
     try:
@@ -393,8 +393,8 @@ def lock_holder(fd: int) -> str:
     for line in lines:
         fields = line.split()
         if "FLOCK" in fields and wanted in fields:
-            return f"pid {fields[fields.index(wanted) - 1]}"
-    return "an unknown pid"
+            return int(fields[fields.index(wanted) - 1])
+    return None
 
 
 def _open_locked(path: Path) -> int:
@@ -405,20 +405,23 @@ def _open_locked(path: Path) -> int:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             holder = lock_holder(fd)
-            if _has_ended(holder) and time.monotonic() < deadline:
+            if _may_be_ending(holder) and time.monotonic() < deadline:
                 time.sleep(0.02)  # its agents are being killed; until then they may write
                 continue
             os.close(fd)
+            who = f"pid {holder}" if holder is not None else "an unknown pid"
             raise AccessDeniedError(
-                f"another daemon ({holder}) uses the pool {path}; stop it or set another dram.path"
+                f"another daemon ({who}) uses the pool {path}; stop it or set another dram.path"
             ) from None
         return fd
 
 
-def _has_ended(holder: str) -> bool:
-    """Whether the process that took the lock is gone, as far as can be seen from here."""
-    pid = holder.removeprefix("pid ")
-    return pid.isdigit() and int(pid) > 0 and not Path("/proc", pid).exists()
+def _may_be_ending(holder: int | None) -> bool:
+    """Whether the process that took the lock is gone, as far as can be seen from here.
+
+    A lock of nobody's was given back while we looked.
+    """
+    return holder is None or (holder > 0 and not Path("/proc", str(holder)).exists())
 
 
 def _refuse_foreign(fd: int, path: Path) -> None:

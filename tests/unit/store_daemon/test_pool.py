@@ -14,7 +14,7 @@ from emberkv_proto.shm_layout import STATE_OFFSET, SlotState, pack_state
 from emberkv_proto.types import Incarnation
 from store_daemon.block import Block, StoredNamespace
 from store_daemon.config import DramSection
-from store_daemon.tiers.pool import Pool
+from store_daemon.tiers.pool import Pool, lock_holder
 from store_daemon.tiers.slots import SizeClass
 from tests.helpers.server_process import ROOT
 from tests.helpers.store import chain, small_namespace
@@ -208,6 +208,19 @@ def test_the_next_life_waits_for_processes_that_still_write(tmp_path: Path) -> N
         pool = open_pool(tmp_path)
         assert time.monotonic() - begun > 0.3
         pool.close()
+
+
+def test_a_lock_given_back_while_its_holder_is_looked_up_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = open_pool(tmp_path)
+
+    def look_up(fd: int) -> int | None:
+        held.close()
+        return lock_holder(fd)
+
+    monkeypatch.setattr("store_daemon.tiers.pool.lock_holder", look_up)
+    open_pool(tmp_path).close()
 
 
 def test_slots_published_together_survive_as_those_published_one_by_one(tmp_path: Path) -> None:
