@@ -14,6 +14,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+SUBSCRIBE_SECONDS = 60.0
 END = b"\xff" * 8
 
 
@@ -42,7 +43,10 @@ CLEARED = {"type": "AllBlocksCleared"}
 
 
 class EventPublisher:
-    """PUB and, if wanted, ROUTER on ports of their own, which a restart keeps."""
+    """PUB and, if wanted, ROUTER on ports of their own, which a restart keeps.
+
+    (XPUB, which is PUB to who listens, and tells of them.)
+    """
 
     def __init__(self, *, has_replay: bool = True, buffered: int = 1000) -> None:
         self._context = zmq.asyncio.Context()
@@ -74,7 +78,7 @@ class EventPublisher:
         self._context.term()
 
     def open(self) -> None:
-        self._pub = self._bound(zmq.PUB, self.events_endpoint)
+        self._pub = self._bound(zmq.XPUB, self.events_endpoint)
         self.events_endpoint = _endpoint(self._pub)
         if self._has_replay:
             self._router = self._bound(zmq.ROUTER, self.replay_endpoint)
@@ -97,6 +101,12 @@ class EventPublisher:
         await self.close()
         self.forget()
         self.open()
+
+    async def subscribed(self) -> None:
+        """Wait until somebody has subscribed in this life: without it a first message, which
+        nobody asks for again where there is no replay, may be published to nobody."""
+        assert self._pub is not None
+        await asyncio.wait_for(self._pub.recv(), SUBSCRIBE_SECONDS)
 
     def forget(self) -> None:
         self.buffer.clear()

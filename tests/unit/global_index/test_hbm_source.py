@@ -145,11 +145,13 @@ async def test_a_restarted_engine_has_an_empty_cache(has_replay: bool) -> None:
         following(settings_of(publisher)) as index,
     ):
         await until(lambda: is_current(index))
+        await publisher.subscribed()
         for n in range(4):
             await publisher.publish(blocks(n, 1))
         await until(lambda: hbm(index) == 4)
         await publisher.restart()
         await until(lambda: view(index).streamed.connects == 2 and is_current(index))
+        await publisher.subscribed()
         assert hbm(index) == 0
         await publisher.publish(blocks(0, 2))
         await until(lambda: hbm(index) == 2)
