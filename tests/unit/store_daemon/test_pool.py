@@ -220,7 +220,9 @@ def test_a_lock_given_back_while_its_holder_is_looked_up_is_taken(
         return lock_holder(fd)
 
     monkeypatch.setattr("store_daemon.tiers.pool.lock_holder", look_up)
-    open_pool(tmp_path).close()
+    pool = open_pool(tmp_path)
+    assert pool.found == []
+    pool.close()
 
 
 def test_slots_published_together_survive_as_those_published_one_by_one(tmp_path: Path) -> None:
